@@ -1,0 +1,153 @@
+"""What can be said of an array of expert ids without a second witness.
+
+Two verdicts, kept apart. Impossible content (`check_routed_experts`) is an error: no engine chose
+it. Suspicious content (`find_suspicious`) is possible, but is what filler, a profiling run or a
+layer that was never written looks like; it is counted and reported, and the caller warns.
+What neither can see (rows shifted by a token, rows of another request or of older weights) needs
+token ids, weight versions or the trainer's own router.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from r3.errors import TraceError
+from r3.spec import RouterSpec
+
+# A run of this many consecutive rows with one and the same expert set, over tokens that differ,
+# is not something a router does: even when neighbours share 43 % of their experts, whole sets
+# repeat only over repeated tokens.
+REPEATED_ROWS = 32
+# Filler rows are reported when random routing would produce so many of them with less than this
+# probability.
+_BY_CHANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """One suspicious finding: `rows` rows, the first at `first_row`, in decoder layer `layer`.
+
+    kind: "repeated_rows", "all_zero_layer" or "filler_rows" (then layer is None: all layers).
+    """
+
+    kind: str
+    layer: int | None
+    rows: int
+    first_row: int
+
+    def __str__(self) -> str:
+        where = "all layers" if self.layer is None else f"layer {self.layer}"
+        what = {
+            "repeated_rows": "consecutive rows with one and the same expert set over different "
+            "tokens (a profiling run, stale rows or a filler?)",
+            "all_zero_layer": "rows, all of them expert 0 (a layer that was never written?)",
+            "filler_rows": "rows of consecutive expert ids, which routers do not choose "
+            "(padding filled with arange?)",
+        }[self.kind]
+        return f"{where}: {self.rows} {what}, the first at row {self.first_row}"
+
+
+def check_routed_experts(ids: np.ndarray, valid: np.ndarray, spec: RouterSpec, where: str) -> None:
+    """Raise TraceError unless each valid row of `ids` is a possible choice in every layer.
+
+    ids: integers [rows, layers, top_k]; valid: bool [rows]; where: names the sequence.
+    """
+    expected = (len(valid), len(spec.moe_layers), spec.top_k)
+    if ids.ndim != 3 or ids.shape[1:] != expected[1:]:
+        raise TraceError(
+            f"{where}: routed_experts has shape {list(ids.shape)}, expected "
+            f"[rows={expected[0]}, MoE layers={expected[1]}, top_k={expected[2]}]"
+        )
+    if ids.shape[0] != expected[0]:
+        raise TraceError(
+            f"{where}: routed_experts has {ids.shape[0]} rows, expected {expected[0]}, one less "
+            "than tokens (the last token is never forwarded)"
+        )
+    bad = (ids < 0) | (ids >= spec.num_experts)
+    bad[~valid] = False
+    if bad.any():
+        row, layer, k = (int(x) for x in np.argwhere(bad)[0])
+        found, layer_no = int(ids[row, layer, k]), spec.moe_layers[layer]
+        hint = (
+            "a row is missing as a whole (all -1) or not at all"
+            if found == -1
+            else "physical ids of an expert-parallel load balancer must be mapped to logical ids"
+        )
+        raise TraceError(
+            f"{where}: row {row}, layer {layer_no}: expert id {found}, expected "
+            f"0..{spec.num_experts - 1} ({hint})"
+        )
+    ordered = np.sort(ids, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+    twice[~valid] = False
+    if twice.any():
+        row, layer = (int(x) for x in np.argwhere(twice)[0])
+        layer_no = spec.moe_layers[layer]
+        zeros = int((twice[:, layer] & ~ids[:, layer].any(axis=-1)).sum())
+        hint = (
+            f"; {zeros} of {int(valid.sum())} rows of this layer are all zero: a dense layer, a "
+            "layer that was never written, or zeros that stand for missing rows"
+            if zeros
+            else ""
+        )
+        raise TraceError(
+            f"{where}: row {row}, layer {layer_no}: experts {ids[row, layer].tolist()} name one "
+            f"expert twice, expected {spec.top_k} different ones{hint}"
+        )
+
+
+def find_suspicious(
+    ids: np.ndarray,
+    spec: RouterSpec,
+    valid: np.ndarray | None = None,
+    token_ids: np.ndarray | None = None,
+) -> list[Suspicion]:
+    """Content of `ids` [rows, layers, top_k] that passed the checks and still looks wrong.
+
+    valid: bool [rows], rows to look at (default: all). token_ids: [rows] or longer, the token of
+    each row; a run of rows over one repeated token is not held against them.
+    """
+    rows = ids.shape[0]
+    valid = np.ones(rows, bool) if valid is None else valid
+    choices = math.comb(spec.num_experts, spec.top_k)
+    if rows == 0 or choices == 1 or not valid.any():
+        return []
+    ordered = np.sort(ids, axis=-1)
+    found = []
+
+    same = (ordered[1:] == ordered[:-1]).all(axis=-1)  # [rows - 1, layers]
+    same &= (valid[1:] & valid[:-1])[:, None]
+    if token_ids is not None:
+        same &= (token_ids[1:rows] != token_ids[: rows - 1])[:, None]
+    all_zero = spec.top_k == 1 and rows > 1
+    for layer, number in enumerate(spec.moe_layers):
+        if all_zero and not ids[valid, layer].any():
+            found.append(Suspicion("all_zero_layer", number, int(valid.sum()), int(valid.argmax())))
+            continue
+        length, first = _longest_run(same[:, layer])
+        if length + 1 >= REPEATED_ROWS:
+            found.append(Suspicion("repeated_rows", number, length + 1, first))
+
+    # consecutive ids modulo num_experts in every layer: arange fillers and their shifts
+    chance = min(1.0, spec.num_experts / choices) ** len(spec.moe_layers)
+    if chance * rows < _BY_CHANCE:
+        steps = np.diff(ordered.astype(np.int32), axis=-1)
+        wraps = (spec.num_experts - 1) == ordered[..., -1].astype(np.int32) - ordered[..., 0]
+        gaps = (steps != 1).sum(axis=-1)
+        filler = ((gaps == 0) | ((gaps == 1) & wraps)).all(axis=-1) & valid
+        if filler.any():
+            found.append(Suspicion("filler_rows", None, int(filler.sum()), int(filler.argmax())))
+    return found
+
+
+def _longest_run(flags: np.ndarray) -> tuple[int, int]:
+    """Length and start of the longest run of True in a 1-D array."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
+    if not len(edges):
+        return 0, 0
+    starts, ends = edges[::2], edges[1::2]
+    best = int((ends - starts).argmax())
+    return int(ends[best] - starts[best]), int(starts[best])

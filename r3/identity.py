@@ -1,0 +1,95 @@
+"""Which rollout a trace belongs to (RolloutId) and what produced it (Provenance)."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from r3.errors import TraceError
+
+
+@dataclass(frozen=True, order=True)
+class RolloutId:
+    """The name of one rollout, unique across runs, retries, samples and turns.
+
+    An engine's own request ids repeat, so the name is the trainer's: run and group (a prompt, or
+    a GRPO group) are text, sample, turn and attempt count from 0. As text:
+    `run/group/sample/turn/attempt`.
+    """
+
+    run: str
+    group: str = "0"
+    sample: int = 0
+    turn: int = 0
+    attempt: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("run", "group"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value or "/" in value or len(value) > 512:
+                raise TraceError(
+                    f"RolloutId.{name} is {value!r}, expected text of 1 to 512 characters "
+                    "without '/'"
+                )
+        for name in ("sample", "turn", "attempt"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
+                raise TraceError(f"RolloutId.{name} is {value!r}, expected an integer from 0")
+
+    @classmethod
+    def unique(cls) -> RolloutId:
+        """A name that no other rollout has, for callers that do not name theirs."""
+        return cls(run=uuid.uuid4().hex)
+
+    @classmethod
+    def parse(cls, text: str) -> RolloutId:
+        """Inverse of `str()`. Raises TraceError for anything else."""
+        parts = text.split("/")
+        if len(parts) != 5 or not all(p.isascii() and p.isdigit() for p in parts[2:]):
+            raise TraceError(
+                f"rollout id {text!r} is not of the form run/group/sample/turn/attempt"
+            )
+        return cls(parts[0], parts[1], *map(int, parts[2:]))
+
+    def __str__(self) -> str:
+        return f"{self.run}/{self.group}/{self.sample}/{self.turn}/{self.attempt}"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What produced a trace: whatever can explain why a trainer disagrees with it.
+
+    Empty text means not known. `sampling` and `parallel` hold plain values (numbers, text);
+    `extra` is carried through unread.
+    """
+
+    engine: str = ""
+    engine_version: str = ""
+    model: str = ""
+    dtype: str = ""
+    quantization: str = ""
+    kv_cache_dtype: str = ""
+    attention_backend: str = ""
+    moe_kernel: str = ""
+    device: str = ""
+    logprobs_mode: str = ""
+    parallel: Mapping[str, int] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values without the unknown ones."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if v}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Provenance:
+        """Inverse of `to_dict`; a field of a later version is kept in `extra`."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        extra = {k: v for k, v in values.items() if k not in known}
+        fields = {k: v for k, v in values.items() if k in known}
+        if extra:
+            fields["extra"] = {**fields.get("extra", {}), **extra}
+        return cls(**fields)

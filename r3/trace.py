@@ -1,0 +1,256 @@
+"""One rollout's record: which experts the engine used for each token, and what rides along.
+
+Nouns used everywhere: a rollout of n tokens has n - 1 rows, because the last sampled token is
+never forwarded. Row t holds the experts that token t was sent to, in every MoE layer; from the
+same forward pass comes token t + 1. Rows are sets: order within the top_k carries nothing.
+Missing is a mask (`valid`), never a number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+
+from r3.checks import Suspicion, check_routed_experts, find_suspicious
+from r3.errors import SuspiciousRoutingWarning, TraceError
+from r3.identity import Provenance, RolloutId
+from r3.spec import RouterSpec
+
+ALIGNMENTS = ("token", "row")
+MAX_TOKENS = 1 << 31
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """A named array of a trace, aligned to its tokens or to its rows along the first axis."""
+
+    data: np.ndarray
+    align: str
+    version: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingTrace:
+    """One rollout: token ids, the experts chosen for each row, and further columns.
+
+    Columns that this package reads (others are carried through):
+      token_ids       tokens  int32 [n]; the prompt, then the sampled tokens
+      routed_experts  rows    uint8 or uint16 [n - 1, MoE layers, top_k]; zeros where not valid
+      valid           rows    bool [n - 1]; absent when every row was captured
+      logprobs        tokens  float32 [n]; natural log of the probability the token was sampled
+                              with; NaN where a token was not sampled (the prompt)
+
+    Use `RoutingTrace.build`; it brings arrays to these forms. Content is checked on construction:
+    TraceError for the impossible, one SuspiciousRoutingWarning for the suspicious (kept in
+    `suspicions`; turn it into an error with `warnings.simplefilter`).
+    """
+
+    spec: RouterSpec
+    prompt_len: int
+    columns: Mapping[str, Column]
+    rollout_id: RolloutId = field(default_factory=RolloutId.unique)
+    provenance: Provenance = field(default_factory=Provenance)
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        spec: RouterSpec,
+        token_ids: np.ndarray | list[int],
+        routed_experts: np.ndarray,
+        prompt_len: int,
+        valid: np.ndarray | None = None,
+        logprobs: np.ndarray | None = None,
+        rollout_id: RolloutId | None = None,
+        provenance: Provenance | None = None,
+        extra: Mapping[str, Column] | None = None,
+    ) -> RoutingTrace:
+        """Make a trace from what an engine returned.
+
+        routed_experts: integers [n - 1, layers, top_k] of any width; layers may be the MoE layers
+        or all decoder layers. Rows that are -1 throughout count as missing.
+        logprobs: [n], or [n - prompt_len] for the sampled tokens only.
+        """
+        rollout_id = rollout_id or RolloutId.unique()
+        where = f"rollout {rollout_id}"
+        tokens = np.asarray(token_ids)
+        if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
+            raise TraceError(
+                f"{where}: token_ids has shape {list(tokens.shape)} and dtype {tokens.dtype}, "
+                "expected at least one integer in one dimension"
+            )
+        ids = np.asarray(routed_experts)
+        if ids.dtype.kind not in "iu":
+            raise TraceError(f"{where}: routed_experts has dtype {ids.dtype}, expected integers")
+        ids = spec.select_moe_layers(ids)
+        mask = np.ones(len(tokens) - 1, bool) if valid is None else np.asarray(valid)
+        if mask.shape != (len(tokens) - 1,) or mask.dtype != bool:
+            raise TraceError(
+                f"{where}: valid has shape {list(mask.shape)} and dtype {mask.dtype}, "
+                f"expected bool [{len(tokens) - 1}], one less than tokens"
+            )
+        if ids.dtype.kind == "i" and ids.ndim == 3 and len(ids) == len(mask):
+            mask = mask & ~(ids == -1).all(axis=(1, 2))
+        check_routed_experts(ids, mask, spec, where)
+        ids = np.where(mask[:, None, None], ids, 0) if not mask.all() else ids
+        columns = {
+            "token_ids": Column(_as_int32(tokens, where), "token"),
+            "routed_experts": Column(np.ascontiguousarray(ids, dtype=spec.dtype), "row"),
+        }
+        if not mask.all():
+            columns["valid"] = Column(mask, "row")
+        if logprobs is not None:
+            values = np.asarray(logprobs, dtype=np.float32)
+            if 0 <= prompt_len <= len(tokens) and values.shape == (len(tokens) - prompt_len,):
+                values = np.concatenate([np.full(prompt_len, np.nan, np.float32), values])
+            columns["logprobs"] = Column(values, "token")
+        for name, column in (extra or {}).items():
+            if name in columns:
+                raise TraceError(f"{where}: extra column {name!r} is one that has its own argument")
+            columns[name] = column
+        return cls(spec, prompt_len, columns, rollout_id, provenance or Provenance())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", MappingProxyType(dict(self.columns)))
+        self._check()
+        if self.suspicions:
+            findings = "; ".join(map(str, self.suspicions))
+            warnings.warn(
+                f"rollout {self.rollout_id}: suspicious routing: {findings}",
+                SuspiciousRoutingWarning,
+                stacklevel=3,
+            )
+
+    def _check(self) -> None:
+        where = f"rollout {self.rollout_id}"
+        for name in ("token_ids", "routed_experts"):
+            if name not in self.columns:
+                raise TraceError(f"{where}: column {name!r} is missing")
+        n = len(self.columns["token_ids"].data)
+        if not 1 <= n < MAX_TOKENS:
+            raise TraceError(f"{where}: {n} tokens, expected 1 to {MAX_TOKENS - 1}")
+        if isinstance(self.prompt_len, bool) or not isinstance(self.prompt_len, int | np.integer):
+            raise TraceError(f"{where}: prompt_len is {self.prompt_len!r}, expected an integer")
+        if not 0 <= self.prompt_len <= n:
+            raise TraceError(f"{where}: prompt_len is {self.prompt_len}, expected 0..{n} tokens")
+        for name, column in self.columns.items():
+            if column.align not in ALIGNMENTS:
+                raise TraceError(
+                    f"{where}: column {name!r} is aligned to {column.align!r}, expected one of "
+                    f"{ALIGNMENTS}"
+                )
+            if name in _KNOWN and column.version == 1:
+                align, kinds, ndim = _KNOWN[name]
+                found = (column.align, column.data.dtype.name, column.data.ndim)
+                if found[0] != align or found[1] not in kinds or found[2] != ndim:
+                    raise TraceError(
+                        f"{where}: column {name!r} is (aligned to {found[0]}, {found[1]}, "
+                        f"{found[2]} axes), expected ({align}, {' or '.join(kinds)}, {ndim} axes)"
+                    )
+            rows = n if column.align == "token" else n - 1
+            if name != "routed_experts" and (
+                column.data.ndim < 1 or column.data.shape[0] != rows or column.data.dtype.hasobject
+            ):
+                raise TraceError(
+                    f"{where}: column {name!r} has shape {list(column.data.shape)} and dtype "
+                    f"{column.data.dtype}, expected {rows} plain values ({column.align}-aligned, "
+                    f"{n} tokens)"
+                )
+        if int(self.token_ids.min()) < 0:
+            at = int((self.token_ids < 0).argmax())
+            raise TraceError(f"{where}: token {at}: id {self.token_ids[at]}, expected 0 or more")
+        if self.routed_experts.dtype != self.spec.dtype:
+            raise TraceError(
+                f"{where}: routed_experts has dtype {self.routed_experts.dtype}, expected "
+                f"{self.spec.dtype} for {self.spec.num_experts} experts"
+            )
+        check_routed_experts(self.routed_experts, self.valid, self.spec, where)
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [n]"""
+        return self.columns["token_ids"].data
+
+    @property
+    def routed_experts(self) -> np.ndarray:
+        """uint8 or uint16 [n - 1, MoE layers, top_k]; read it together with `valid`."""
+        return self.columns["routed_experts"].data
+
+    @cached_property
+    def valid(self) -> np.ndarray:
+        """bool [n - 1], True where the row was captured."""
+        if "valid" in self.columns:
+            return self.columns["valid"].data
+        return np.ones(self.num_rows, bool)
+
+    @property
+    def logprobs(self) -> np.ndarray | None:
+        """float32 [n] with NaN for tokens that were not sampled, or None."""
+        return self.columns["logprobs"].data if "logprobs" in self.columns else None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids) - 1
+
+    @cached_property
+    def suspicions(self) -> list[Suspicion]:
+        """What looks wrong without being impossible; see r3.checks."""
+        return find_suspicious(self.routed_experts, self.spec, self.valid, self.token_ids)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest (BLAKE2b, 128 bits) of the content: routers, prompt length and all columns.
+
+        Rows are sets, so it does not depend on the order of experts within a row; the rollout id
+        and the provenance are not part of it.
+        """
+        h = hashlib.blake2b(digest_size=16)
+
+        def put(*parts: object) -> None:
+            for part in parts:
+                data = part if isinstance(part, bytes | memoryview) else str(part).encode()
+                h.update(len(data).to_bytes(8, "little"))
+                h.update(data)
+
+        put("r3-digest-1", sorted(self.spec.to_dict().items()), self.prompt_len)
+        for name, column in sorted(self.columns.items()):
+            data = column.data
+            if name == "routed_experts":
+                data = np.sort(data, axis=-1)
+            data = np.ascontiguousarray(data, dtype=data.dtype.newbyteorder("<"))
+            put(name, column.align, column.version, data.dtype.str, data.shape)
+            put(data.tobytes())
+        return h.hexdigest()
+
+    def __repr__(self) -> str:
+        return (
+            f"RoutingTrace({self.rollout_id}, {self.num_tokens} tokens, "
+            f"{len(self.spec.moe_layers)} MoE layers, {self.spec.top_k} of "
+            f"{self.spec.num_experts} experts, {int((~self.valid).sum())} rows missing)"
+        )
+
+
+# known columns: alignment, dtypes, number of axes
+_KNOWN: dict[str, tuple[str, tuple[str, ...], int]] = {
+    "token_ids": ("token", ("int32",), 1),
+    "routed_experts": ("row", ("uint8", "uint16"), 3),
+    "valid": ("row", ("bool",), 1),
+    "logprobs": ("token", ("float32",), 1),
+}
+
+
+def _as_int32(tokens: np.ndarray, where: str) -> np.ndarray:
+    if int(tokens.max()) > np.iinfo(np.int32).max:
+        at = int(tokens.argmax())
+        raise TraceError(f"{where}: token {at}: id {tokens[at]}, expected less than 2**31")
+    return np.ascontiguousarray(tokens, dtype=np.int32)
