@@ -1,6 +1,6 @@
 """What can be said of an array of expert ids without a second witness.
 
-Two verdicts, kept apart. Impossible content (`check_routed_experts`) is an error: no engine chose
+Two verdicts, kept apart. Impossible content (`check_*`) is an error: no engine chose
 it. Suspicious content (`find_suspicious`) is possible, but is what filler, a profiling run or a
 layer that was never written looks like; it is counted and reported, and the caller warns.
 What neither can see (rows shifted by a token, rows of another request or of older weights) needs
@@ -50,10 +50,10 @@ class Suspicion:
         return f"{where}: {self.rows} {what}, the first at row {self.first_row}"
 
 
-def check_routed_experts(ids: np.ndarray, valid: np.ndarray, spec: RouterSpec, where: str) -> None:
-    """Raise TraceError unless each valid row of `ids` is a possible choice in every layer.
+def check_shape_and_range(ids: np.ndarray, valid: np.ndarray, spec: RouterSpec, where: str) -> None:
+    """Raise TraceError unless `ids` is [rows, MoE layers, top_k] of ids of existing experts.
 
-    ids: integers [rows, layers, top_k]; valid: bool [rows]; where: names the sequence.
+    ids: integers; valid: bool [rows], rows to look at; where: names the sequence.
     """
     expected = (len(valid), len(spec.moe_layers), spec.top_k)
     if ids.ndim != 3 or ids.shape[1:] != expected[1:]:
@@ -80,6 +80,10 @@ def check_routed_experts(ids: np.ndarray, valid: np.ndarray, spec: RouterSpec, w
             f"{where}: row {row}, layer {layer_no}: expert id {found}, expected "
             f"0..{spec.num_experts - 1} ({hint})"
         )
+
+
+def check_distinct(ids: np.ndarray, valid: np.ndarray, spec: RouterSpec, where: str) -> None:
+    """Raise TraceError if a valid row of `ids` [rows, layers, top_k] names an expert twice."""
     ordered = np.sort(ids, axis=-1)
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
     twice[~valid] = False

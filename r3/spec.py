@@ -77,7 +77,7 @@ class RouterSpec:
 
     @property
     def dtype(self) -> np.dtype:
-        """The narrowest unsigned type that holds an expert id: uint8 to 256 experts, else uint16."""
+        """The narrowest unsigned type for an expert id: uint8 to 256 experts, else uint16."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     def select_moe_layers(self, ids: np.ndarray) -> np.ndarray:

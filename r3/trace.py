@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from r3.checks import Suspicion, check_routed_experts, find_suspicious
+from r3.checks import Suspicion, check_distinct, check_shape_and_range, find_suspicious
 from r3.errors import SuspiciousRoutingWarning, TraceError
 from r3.identity import Provenance, RolloutId
 from r3.spec import RouterSpec
@@ -97,7 +97,7 @@ class RoutingTrace:
             )
         if ids.dtype.kind == "i" and ids.ndim == 3 and len(ids) == len(mask):
             mask = mask & ~(ids == -1).all(axis=(1, 2))
-        check_routed_experts(ids, mask, spec, where)
+        check_shape_and_range(ids, mask, spec, where)
         ids = np.where(mask[:, None, None], ids, 0) if not mask.all() else ids
         columns = {
             "token_ids": Column(_as_int32(tokens, where), "token"),
@@ -170,7 +170,8 @@ class RoutingTrace:
                 f"{where}: routed_experts has dtype {self.routed_experts.dtype}, expected "
                 f"{self.spec.dtype} for {self.spec.num_experts} experts"
             )
-        check_routed_experts(self.routed_experts, self.valid, self.spec, where)
+        check_shape_and_range(self.routed_experts, self.valid, self.spec, where)
+        check_distinct(self.routed_experts, self.valid, self.spec, where)
 
     @property
     def token_ids(self) -> np.ndarray:
