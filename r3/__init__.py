@@ -11,7 +11,7 @@ from pathlib import Path as _Path
 # it when the package is built. With the clone as working directory this folder shadows an
 # installed package, so look beside it too, which is where they are in a clone.
 _root = _Path(__file__).resolve().parent.parent
-if not (_root / "r3" / "storage").exists() and (_root / "storage" / "shard.py").exists():
+if not (_root / "r3" / "storage").exists() and (_root / "storage" / "__init__.py").exists():
     __path__.append(str(_root))
 
 from r3.batch import RoutingBatch  # noqa: E402
