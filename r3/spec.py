@@ -117,7 +117,7 @@ class RouterSpec:
         family = values.get("model_type")
         reader = _FAMILIES.get(str(family))
         if reader is None:
-            if not any(values.get(k) for k in _EXPERT_COUNTS):
+            if not _num_experts(values):
                 raise UnsupportedError(
                     f"model_type {family!r} has no routed experts in its config: "
                     "a dense model has no routing to capture or replay"
@@ -134,13 +134,18 @@ class RouterSpec:
             raise SpecError(f"config of model_type {family!r} has no field {e}") from None
 
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+def _num_experts(c: Mapping[str, Any]) -> int:
+    # one count, four names; transformers 5 renamed some when it writes a config back
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+        if c.get(name):
+            return c[name]
+    return 0
 
 
 def _qwen3_moe(c: Mapping[str, Any]) -> RouterSpec:
     # a layer is sparse unless listed in mlp_only_layers, at every decoder_sparse_step-th layer
     # (transformers, modeling_qwen3_moe.py, Qwen3MoeDecoderLayer)
-    num_layers, num_experts = c["num_hidden_layers"], c["num_experts"]
+    num_layers, num_experts = c["num_hidden_layers"], _num_experts(c)
     step, dense = c.get("decoder_sparse_step") or 1, set(c.get("mlp_only_layers") or ())
     layers = [i for i in range(num_layers) if i not in dense and (i + 1) % step == 0]
     if not num_experts or not layers:
@@ -151,7 +156,7 @@ def _qwen3_moe(c: Mapping[str, Any]) -> RouterSpec:
 def _mixtral(c: Mapping[str, Any]) -> RouterSpec:
     num_layers = c["num_hidden_layers"]
     return RouterSpec(
-        c["num_local_experts"], c["num_experts_per_tok"], tuple(range(num_layers)), num_layers
+        _num_experts(c), c["num_experts_per_tok"], tuple(range(num_layers)), num_layers
     )
 
 
