@@ -17,10 +17,13 @@ import numpy as np
 from r3.errors import TraceError
 from r3.spec import RouterSpec
 
-# A run of this many consecutive rows with one and the same expert set, over tokens that differ,
-# is not something a router does: even when neighbours share 43 % of their experts, whole sets
-# repeat only over repeated tokens.
-REPEATED_ROWS = 32
+# So many consecutive rows that are equal in every layer, over tokens that differ, are not the
+# work of routers: even where neighbours share 43 % of their experts, whole rows repeat only over
+# repeated tokens.
+_REPEATED_ROWS = 16
+# A single layer may well send a stretch of tokens to the same experts, more so with few experts;
+# it is reported when it did nothing else for at least this many rows and most of the sequence.
+_CONSTANT_ROWS = 64
 # Filler rows are reported when random routing would produce so many of them with less than this
 # probability.
 _BY_CHANCE = 1e-3
@@ -30,7 +33,8 @@ _BY_CHANCE = 1e-3
 class Suspicion:
     """One suspicious finding: `rows` rows, the first at `first_row`, in decoder layer `layer`.
 
-    kind: "repeated_rows", "all_zero_layer" or "filler_rows" (then layer is None: all layers).
+    kind: "repeated_rows" (layer is None: rows equal in all layers), "all_zero_layer" or
+    "filler_rows" (layer is None).
     """
 
     kind: str
@@ -126,13 +130,15 @@ def find_suspicious(
     same &= (valid[1:] & valid[:-1])[:, None]
     if token_ids is not None:
         same &= (token_ids[1:rows] != token_ids[: rows - 1])[:, None]
-    all_zero = spec.top_k == 1 and rows > 1
+    everywhere, first = _longest_run(same.all(axis=-1))
+    if everywhere + 1 >= _REPEATED_ROWS:
+        found.append(Suspicion("repeated_rows", None, everywhere + 1, first))
     for layer, number in enumerate(spec.moe_layers):
-        if all_zero and not ids[valid, layer].any():
+        if spec.top_k == 1 and valid.sum() > 1 and not ids[valid, layer].any():
             found.append(Suspicion("all_zero_layer", number, int(valid.sum()), int(valid.argmax())))
             continue
         length, first = _longest_run(same[:, layer])
-        if length + 1 >= REPEATED_ROWS:
+        if length > everywhere and length + 1 >= max(_CONSTANT_ROWS, rows // 2):
             found.append(Suspicion("repeated_rows", number, length + 1, first))
 
     # consecutive ids modulo num_experts in every layer: arange fillers and their shifts
