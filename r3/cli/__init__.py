@@ -1,0 +1,99 @@
+"""The command line: `r3 demo`, `r3 inspect`. The top layer; nothing imports it.
+
+Exit codes: 0 done, 2 the input is at fault, 1 anything else; an error is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+import r3
+from r3.cli.isolate import StageError
+from r3.errors import R3Error
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.group()
+@click.version_option(r3.__version__, prog_name="r3")
+def app() -> None:
+    """Capture, store, replay and inspect the expert routing of MoE rollouts."""
+
+
+@app.command()
+@click.option(
+    "--out", type=_PATH, default=Path("r3-demo"), show_default=True, help="results folder"
+)
+@click.option("--model", type=_PATH, help="local Qwen3-MoE checkpoint (default: a tiny random one)")
+@click.option(
+    "--prompts",
+    type=_PATH,
+    help='JSON lines, each {"prompt": text} or {"prompt_token_ids": [...]} (default: random tokens)',
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=96,
+    show_default=True,
+    help="tokens to sample per rollout",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0, max=2**31),
+    default=0,
+    show_default=True,
+    help="seed of the tiny model, the random prompts and the sampling",
+)
+def demo(out: Path, model: Path | None, prompts: Path | None, max_tokens: int, seed: int) -> None:
+    """Sample with vLLM (bfloat16), store the routing, replay it in Megatron-core (float32).
+
+    Leaves routing.r3, summary.json and report.html in the results folder.
+    """
+    from r3.cli.demo import run_demo
+
+    run_demo(out=out, model=model, prompts=prompts, max_tokens=max_tokens, seed=seed)
+
+
+@app.command()
+@click.argument("file", type=_PATH)
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
+def inspect(file: Path, as_json: bool) -> None:
+    """Say what a .r3 FILE holds: traces, sizes, provenance, missing rows, expert load."""
+    from rich.console import Console
+
+    from r3.cli.inspect import render, summarize
+
+    summary = summarize(file)
+    if as_json:
+        click.echo(json.dumps(summary, indent=2))
+    else:
+        render(summary, Console())
+
+
+def main() -> None:
+    """Console script `r3`."""
+    try:
+        app(standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as e:
+        click.echo(e.format_message())
+        sys.exit(2)
+    except click.ClickException as e:
+        _fail(e.format_message(), 2)
+    except click.Abort:
+        _fail("interrupted", 130)
+    except R3Error as e:
+        _fail(str(e), 2)
+    except StageError as e:
+        _fail(str(e), 1)
+    except BrokenPipeError:  # `r3 inspect ... | head`
+        sys.stderr.close()
+        sys.exit(1)
+
+
+def _fail(text: str, code: int) -> None:
+    print(f"r3: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,67 @@
+# Targets set up .venv by themselves and re-use it until pyproject.toml or this file changes.
+#   make demo       capture in vLLM, store, replay in Megatron-core, report; writes r3-demo/
+#   make test       the tests, real engines included (under 15 minutes on 2 cores)
+#   make test-fast  only those that start no engine (under 1 minute)
+#   make test-full  everything (under 80 minutes)
+#   make lint       ruff and mypy
+#   make bench      one script per claim in the README
+
+TORCH := torch==2.13.0+cpu
+MEGATRON := megatron-core==0.16.1
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+# the CPU wheels of these are linked against a CUDA build of torch and break `import vllm`
+BROKEN := torchvision torchaudio torchcodec
+
+# the first Python on the PATH that runs and is new enough; `make PYTHON=/path/to/python` overrides
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null \
+	&& { echo $$p; break; }; done)
+
+export VLLM_NO_USAGE_STATS := 1
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# a virtual environment does not survive being moved: set up again in another folder
+ifneq ($(shell cat $(READY) 2>/dev/null),$(CURDIR))
+$(shell rm -f $(READY))
+endif
+
+.PHONY: demo test test-fast test-full lint bench setup clean
+setup: $(READY)
+
+$(READY): pyproject.toml Makefile
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python" >&2; exit 1; }
+	@rm -f $@
+	$(PYTHON) -m venv --clear $(VENV)
+	@$(PY) -m pip install -q '$(TORCH)' || { echo "The package index has no $(TORCH): set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu and run make again" >&2; exit 1; }
+	$(PY) -m pip install -q '$(MEGATRON)' -e '.[cpu,megatron,report,dev]'
+	$(PY) -m pip uninstall -q -y $(BROKEN)
+	@printf '%s\n' '$(CURDIR)' > $@
+
+demo: $(READY)
+	$(PY) -m r3.cli demo --out r3-demo
+
+test: $(READY)
+	$(PY) -m pytest -m "not full"
+
+test-fast: $(READY)
+	$(PY) -m pytest -m "not slow and not full"
+
+test-full: $(READY)
+	$(PY) -m pytest
+
+# mypy does not follow setuptools' package-dir: show it the package as a user sees it
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	@rm -rf $(VENV)/typed && mkdir -p $(VENV)/typed/r3
+	@for d in r3/* storage engine_hooks trainer_hooks; do ln -s ../../../$$d $(VENV)/typed/r3/; done
+	cd $(VENV)/typed && ../bin/python -m mypy --config-file ../../pyproject.toml -p r3
+
+bench: $(READY)
+	@set -e; for script in benchmarks/*.py; do $(PY) $$script; done
+
+clean:
+	rm -rf $(VENV) r3-demo build dist *.egg-info

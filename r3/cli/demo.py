@@ -1,0 +1,234 @@
+"""`r3 demo`: the whole chain on this machine, with the real engines.
+
+    vLLM samples in bfloat16  ->  routing.r3  ->  Megatron-core recomputes in float32
+                                                  without replay, and with it
+
+Checks the input, runs the two halves (r3.cli.demo_stages) in processes of their own, then prints
+a table and writes summary.json and report.html.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from r3.cli.isolate import Report, run_isolated
+from r3.cli.tiny_model import VOCAB_SIZE as TINY_VOCAB
+from r3.errors import MissingDependencyError, R3Error, SpecError, UnsupportedError
+from r3.spec import RouterSpec
+
+_ROLLOUTS = 32
+_NEEDS = {"vllm": "cpu", "megatron": "megatron", "transformers": "megatron"} | dict.fromkeys(
+    ("jinja2", "matplotlib"), "report"
+)
+
+
+def run_demo(
+    *, out: Path, model: Path | None, prompts: Path | None, max_tokens: int, seed: int
+) -> None:
+    """Run the demo; raises an R3Error, before anything is started, if the input is at fault."""
+    for module, extra in _NEEDS.items():
+        if importlib.util.find_spec(module) is None:
+            raise MissingDependencyError(
+                f"the demo needs {module}: pip install 'rollout-routing-replay[{extra}]'"
+            )
+    vocab_size = TINY_VOCAB if model is None else _check_model(model)
+    chosen = (
+        _random_prompts(seed, vocab_size) if prompts is None else _read_prompts(prompts, vocab_size)
+    )
+    file, log = out / "routing.r3", out / "demo.log"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for old in (file, log, out / "summary.json", out / "report.html"):
+            old.unlink(missing_ok=True)
+    except OSError as e:
+        raise R3Error(f"cannot write to {out}: {e.strerror}") from None
+
+    console = Console(stderr=True)
+    with _progress(console) as progress:
+        show = _reporter(progress)
+        if model is None:
+            model = out / "tiny-qwen3-moe"
+            run_isolated(_make_model, {"path": model, "seed": seed}, log, show)
+        samples = max(1, _ROLLOUTS // len(chosen))
+        run_isolated(
+            _sample,
+            {
+                "model": model,
+                "prompts": chosen,
+                "samples": samples,
+                "max_tokens": max_tokens,
+                "seed": seed,
+                "file": file,
+            },
+            log,
+            show,
+        )
+        summary = run_isolated(_recompute, {"model": model, "file": file}, log, show)
+    cells = summary["tokens"] * summary["moe_layers"]
+    summary["bytes_per_token_per_layer"] = file.stat().st_size / cells
+    summary |= {"model": model.name, "seed": seed}
+    _write(out / "summary.json", json.dumps(summary, indent=2) + "\n")
+    from r3.cli.report import render_report
+
+    _write(out / "report.html", render_report(summary))
+    Console().print(_table(summary))
+    console.print(f"wrote {file}, summary.json and report.html beside it")
+
+
+# The stages are imported in their own process only: this one stays light.
+def _make_model(report: Report, **kwargs: Any) -> None:
+    from r3.cli.tiny_model import make_tiny_qwen3_moe
+
+    report("making a tiny Qwen3-MoE", 0, 1)
+    make_tiny_qwen3_moe(**kwargs)
+
+
+def _sample(report: Report, **kwargs: Any) -> int:
+    from r3.cli.demo_stages import sample
+
+    return sample(report, **kwargs)
+
+
+def _recompute(report: Report, **kwargs: Any) -> dict[str, Any]:
+    from r3.cli.demo_stages import recompute
+
+    return recompute(report, **kwargs)
+
+
+def _check_model(model: Path) -> int:
+    """The vocabulary size of a checkpoint that the demo can run."""
+    if not model.is_dir():
+        raise UnsupportedError(f"--model {model}: no such folder")
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except FileNotFoundError:
+        raise UnsupportedError(
+            f"--model {model}: no config.json, so not a Hugging Face checkpoint"
+        ) from None
+    except (OSError, ValueError) as e:
+        raise UnsupportedError(f"--model {model}: config.json cannot be read: {e}") from None
+    if not isinstance(config, dict):
+        raise UnsupportedError(f"--model {model}: config.json is not a JSON object")
+    try:
+        RouterSpec.from_hf_config(config)
+    except (UnsupportedError, SpecError) as e:
+        raise type(e)(f"--model {model}: {e}") from None
+    if config["model_type"] != "qwen3_moe":
+        raise UnsupportedError(
+            f"--model {model}: the demo's trainer can load qwen3_moe, found "
+            f"{config['model_type']!r}"
+        )
+    if not any(model.glob("*.safetensors")):
+        raise UnsupportedError(f"--model {model}: no *.safetensors weights in the folder")
+    if type(config.get("vocab_size")) is not int:
+        raise UnsupportedError(f"--model {model}: config.json has no vocab_size")
+    return config["vocab_size"]
+
+
+def _random_prompts(seed: int, vocab_size: int) -> list[dict[str, Any]]:
+    """Eight prompts of random tokens; pairs share a beginning."""
+    rng = random.Random(seed)
+
+    def tokens(n: int) -> list[int]:
+        return [rng.randrange(4, vocab_size) for _ in range(n)]  # below: eos, bos and pad
+
+    shared = [tokens(40) for _ in range(4)]
+    return [{"prompt_token_ids": shared[i // 2] + tokens(rng.randint(4, 32))} for i in range(8)]
+
+
+def _read_prompts(path: Path, vocab_size: int) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as e:
+        raise R3Error(f"--prompts {path}: {e.strerror}") from None
+    except UnicodeDecodeError:
+        raise R3Error(f"--prompts {path}: not UTF-8 text") from None
+    prompts: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as e:
+            raise R3Error(f"--prompts {path}, line {number}: not JSON: {e}") from None
+        text = value.get("prompt") if isinstance(value, dict) else None
+        ids = value.get("prompt_token_ids") if isinstance(value, dict) else None
+        if isinstance(text, str) and text:
+            prompts.append({"prompt": text})
+        elif isinstance(ids, list) and ids and all(type(t) is int for t in ids):
+            if not 0 <= min(ids) <= max(ids) < vocab_size:
+                raise R3Error(
+                    f"--prompts {path}, line {number}: token ids {min(ids)}..{max(ids)}, expected "
+                    f"0..{vocab_size - 1}"
+                )
+            prompts.append({"prompt_token_ids": ids})
+        else:
+            raise R3Error(
+                f"--prompts {path}, line {number}: expected "
+                '{"prompt": text} or {"prompt_token_ids": [token ids]}'
+            )
+    if not prompts:
+        raise R3Error(f"--prompts {path}: no prompts in the file")
+    return prompts
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
+    )
+
+
+def _reporter(progress: Progress) -> Report:
+    """Shows each new description as a line of its own and fills its bar."""
+    tasks: dict[str, Any] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        what = what.split(", ")[0]
+        for name, task in tasks.items():
+            if name != what:
+                progress.update(task, completed=1, total=1)
+                progress.stop_task(task)
+        if what not in tasks:
+            tasks[what] = progress.add_task(what, total=total)
+            if not progress.console.is_terminal:
+                progress.console.print(what)
+        progress.update(tasks[what], completed=done, total=total)
+
+    return show
+
+
+def _write(path: Path, text: str) -> None:
+    """Write the whole file or none of it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def _table(s: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"{s['rollouts']} rollouts, {s['tokens']} tokens, {s['moe_layers']} MoE layers, "
+        f"{s['top_k']} of {s['num_experts']} experts, "
+        f"{s['bytes_per_token_per_layer']:.2f} bytes per token and layer"
+    )
+    table.add_column("vLLM bfloat16 against Megatron-core float32")
+    table.add_column("native", justify="right")
+    table.add_column("replay", justify="right")
+    rows = {
+        "cells (token, layer) routed differently": ("cell_disagreement", "{:.3%}"),
+        "tokens with such a layer": ("token_disagreement", "{:.3%}"),
+        "KL k3, sampled tokens": ("kl_k3", "{:.3e}"),
+        "|log-ratio| 0.99 quantile": ("abs_logratio_p99", "{:.5f}"),
+        "|log-ratio| maximum": ("abs_logratio_max", "{:.5f}"),
+    }
+    for text, (key, form) in rows.items():
+        table.add_row(text, *(form.format(s[f"{key}_{name}"]) for name in ("native", "replay")))
+    return table
