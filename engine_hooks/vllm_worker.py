@@ -128,17 +128,19 @@ class RoutingCapture:
         table = batch.block_table[0]
         if scheduler_output.kv_cache_block_copies:
             store.copy_blocks(scheduler_output.kv_cache_block_copies)
-        store.write(
-            table.slot_mapping.gpu[:n].cpu().numpy(),
-            ids.transpose(1, 0, 2).astype(self.spec.dtype, order="C"),
-        )
+        rows = ids.transpose(1, 0, 2).astype(self.spec.dtype, order="C")
+        store.write(table.slot_mapping.gpu[:n].cpu().numpy(), rows)
+        row_ends = runner.query_start_loc.np[1:]
         outputs = {}
         for request, (start, end) in scheduler_output.aux_output_connector_metadata.items():
-            positions = np.arange(start, end)
-            blocks = table.block_table.np[batch.req_id_to_index[request]]
-            block, offset = np.divmod(positions, table.block_size)
-            slots = blocks[block].astype(np.int64) * table.block_size + offset
-            outputs[request] = AuxRequestOutput(start, store.read(slots))
+            i = batch.req_id_to_index[request]
+            if end - start == 1:  # a decode step: its only row was just computed
+                wanted = rows[row_ends[i] - 1 : row_ends[i]].copy()
+            else:
+                block, offset = np.divmod(np.arange(start, end), table.block_size)
+                blocks = table.block_table.np[i, block].astype(np.int64)
+                wanted = store.read(blocks * table.block_size + offset)
+            outputs[request] = AuxRequestOutput(start, wanted)
         self._outputs = outputs
 
     def take_outputs(self) -> dict[str, AuxRequestOutput] | None:

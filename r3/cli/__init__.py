@@ -32,7 +32,7 @@ def app() -> None:
 @click.option(
     "--prompts",
     type=_PATH,
-    help='JSON lines, each {"prompt": text} or {"prompt_token_ids": [...]} (default: random tokens)',
+    help='JSON lines, each {"prompt": text} or {"prompt_token_ids": [...]} (default: random)',
 )
 @click.option(
     "--max-tokens",

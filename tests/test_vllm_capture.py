@@ -1,0 +1,146 @@
+"""Capture in the real vLLM against Hugging Face float32 routing, and everything it refuses."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import entry_points
+
+import numpy as np
+import pytest
+
+import engine_runs
+from r3.storage import ShardReader
+from tiny_models import hf_routing
+
+pytestmark = pytest.mark.slow
+
+NEAR_TIE = 1e-4  # gap of the k-th and the next router logit below which float32 may flip a set
+
+
+@pytest.mark.parametrize(
+    ("family", "multiprocessing"), [("qwen3_moe", "0"), ("mixtral", "1")], ids=str
+)
+def test_rows_equal_hugging_face(family, multiprocessing, model_dir, run_engine, tmp_path):
+    """Chunked prefill, shared prefixes and forced preemption; a shift by one row must not pass."""
+    model, file = model_dir(family), tmp_path / "routing.r3"
+    load = run_engine(
+        engine_runs.mixed_load, model=model, file=file, multiprocessing=multiprocessing
+    )
+    assert load["cached_tokens"] > 1000
+    assert load["preemptions"] > 0
+    with ShardReader(file) as shard:
+        traces = list(shard)
+        spec = shard.spec
+    assert len(traces) == 96
+    made = traces[0].provenance
+    assert (made.engine, made.dtype, made.device) == ("vllm", "float32", "cpu")
+    assert made.engine_version.startswith("0.32.")
+    assert made.logprobs_mode == "processed_logprobs"
+    assert made.sampling["n"] == 2
+    truth = hf_routing(model, [t.token_ids for t in traces], spec.top_k)
+    cells = differ = near = shifted_differ = 0
+    for trace, (experts, gap) in zip(traces, truth, strict=True):
+        assert trace.valid.all()
+        rows = np.sort(trace.routed_experts, axis=-1)
+        wrong = (rows != experts[:-1]).any(axis=-1)
+        tie = gap[:-1] < NEAR_TIE
+        assert not (wrong & ~tie).any(), f"{trace.rollout_id}: {np.argwhere(wrong & ~tie)[0]}"
+        cells, differ, near = cells + wrong.size, differ + wrong.sum(), near + tie.sum()
+        shifted = (rows[:-1] != experts[1:-1]).any(axis=-1) & ~tie[1:]
+        shifted_differ += shifted.sum()
+    assert cells >= 20_000
+    assert near <= 0.01 * cells, "too many near-ties for the comparison to mean anything"
+    assert differ <= near
+    assert shifted_differ > 0.2 * cells, "a capture shifted by one row would have passed"
+
+
+def test_nothing_is_touched_without_the_key(model_dir, run_engine):
+    assert run_engine(engine_runs.without_the_key, model=model_dir("qwen3_moe")) == {
+        "worker": "vllm.v1.worker.cpu_worker.CPUWorker",
+        "scheduler": "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
+        "connector": "None",
+        "rows": "None",
+        "routers": 3,
+        "callbacks": 0,
+    }
+
+
+def test_plugin_is_registered():
+    (ours,) = entry_points(group="vllm.general_plugins", name="r3")
+    assert ours.value == "r3.engine_hooks.vllm_plugin:register"
+
+
+def test_logprobs_are_those_sampled_from(model_dir, run_engine):
+    """Against Hugging Face logits with temperature and top-p applied by hand."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    found = run_engine(engine_runs.sampled_logprobs, model=model_dir("qwen3_moe"))
+    assert found["processed_logprobs"]["warnings"] == []
+    assert set(found["raw_logprobs"]["warnings"]) == {"RawLogprobsWarning"}
+    assert found["raw_logprobs"]["mode"] == "raw_logprobs"
+    assert found["processed_logprobs"]["sampling"]["top_p"] == 0.8
+    model = AutoModelForCausalLM.from_pretrained(model_dir("qwen3_moe"), dtype=torch.float32).eval()
+    for mode, result in found.items():
+        for tokens, prompt_len, logprobs in result["traces"]:
+            assert np.isnan(logprobs[:prompt_len]).all()
+            ids = torch.from_numpy(tokens.astype(np.int64))
+            with torch.no_grad():
+                logits = model(ids[None]).logits[0].double()
+            for t in range(prompt_len, len(tokens)):
+                scores = logits[t - 1]
+                if mode == "processed_logprobs":
+                    scores = scores / 0.7
+                    p, order = scores.softmax(-1).sort(descending=True)
+                    outside = order[p.cumsum(-1) - p >= 0.8]
+                    scores[outside] = -torch.inf
+                expected = scores.log_softmax(-1)[ids[t]].item()
+                assert logprobs[t] == pytest.approx(expected, abs=2e-3)
+
+
+def test_unsupported_settings_are_refused_by_name(model_dir, run_engine):
+    found = run_engine(
+        engine_runs.refusals, model=model_dir("qwen3_moe"), mixed={"dense": model_dir("qwen3")}
+    )
+    for name in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "speculative_config",
+        "enforce_eager",
+        "kv_transfer_config",
+        "scheduler_cls",
+        "worker class",
+        "dense",
+    ):
+        assert name in found[name], found[name]
+        assert "accepted" not in found[name]
+    for name in ("unknown key", "not a bool", "not a dict"):
+        assert found[name].startswith('additional_config["r3"]'), found[name]
+    assert found["worker_cls"] == "r3.engine_hooks.vllm_worker.CaptureCPUWorker"
+    assert found["off"] == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def test_damaged_results_are_refused(model_dir, run_engine):
+    found = run_engine(engine_runs.hostile_outputs, model=model_dir("qwen3_moe"))
+    assert found["good"] == found["native shape"] == "accepted, 0 missing"
+    assert found["missing row"] == "accepted, 1 missing"
+    expected = {
+        "short": "TraceError: rollout .*44 rows, expected 45",
+        "long": "TraceError: rollout .*46 rows, expected 45",
+        "out of range": r"TraceError: rollout .*row 3, layer 2: expert id 16, expected 0..15",
+        "duplicate": r"TraceError: rollout .*row 4, layer 3: experts \[7, 7, 7, 7\]",
+        "zeros": "TraceError: rollout .*row 0, layer 2.*45 of 45 rows of this layer are all zero",
+        "partial -1": "TraceError: rollout .*row 2, layer 1: expert id -1",
+        "absent": "CaptureError: .*returned no routed_experts",
+        "unfinished": "CaptureError: .*has not finished",
+        "embeddings": "CaptureError: .*no token ids",
+        "few logprobs": "CaptureError: .*5 log-probabilities for 6 tokens",
+        "no completion": "CaptureError: .*completion 1 asked for, found 1",
+    }
+    for name, pattern in expected.items():
+        assert re.match(pattern, found[name], re.DOTALL), (name, found[name])
+    rows, written = found["store"], found["written"]
+    assert rows.dtype == np.int16
+    assert np.array_equal(rows[:3], written[[0, 2, 3]])
+    assert (rows[3] == -1).all()
+    assert "layer 2: the router did not report" in found["dumb router"]
