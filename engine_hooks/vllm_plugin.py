@@ -124,7 +124,7 @@ def check_supported(config: Any) -> None:
     }
     for name, value in unsupported.items():
         if value:
-            raise UnsupportedError(f"capture does not support {name} yet, found {value!r}")
+            raise UnsupportedError(f"capture does not support {name} yet, found {value!r:.80}")
     if not config.model_config.enforce_eager:
         raise UnsupportedError("capture does not support compiled models yet: set enforce_eager")
     if parallel.worker_cls not in _WORKERS:

@@ -65,8 +65,8 @@ def trace_from_output(
             raise CaptureError(
                 f"{where}: the engine returned no routed_experts (finish reason "
                 f"{result.finish_reason!r}). Is capture on? "
-                'additional_config={"r3": {"capture": true}}; was the request aborted before its '
-                "first token?"
+                'additional_config={"r3": {"capture": true}}; does VLLM_PLUGINS, if set, name r3; '
+                "was the request aborted before its first token?"
             )
         rows = np.zeros((0, len(spec.moe_layers), spec.top_k), spec.dtype)
     return RoutingTrace.build(

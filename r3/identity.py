@@ -48,11 +48,12 @@ class RolloutId:
     def parse(cls, text: str) -> RolloutId:
         """Inverse of `str()`. Raises TraceError for anything else."""
         parts = text.split("/")
-        if len(parts) != 5 or not all(p.isascii() and p.isdigit() for p in parts[2:]):
+        numbers = parts[2:]
+        if len(parts) != 5 or not all(p.isascii() and p.isdigit() and len(p) < 17 for p in numbers):
             raise TraceError(
                 f"rollout id {text!r} is not of the form run/group/sample/turn/attempt"
             )
-        return cls(parts[0], parts[1], *map(int, parts[2:]))
+        return cls(parts[0], parts[1], *map(int, numbers))
 
     def __str__(self) -> str:
         return f"{self.run}/{self.group}/{self.sample}/{self.turn}/{self.attempt}"
@@ -80,16 +81,30 @@ class Provenance:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, value in self._items():
+            kind = Mapping if name in ("parallel", "sampling", "extra") else str
+            if not isinstance(value, kind):
+                raise TraceError(
+                    f"Provenance.{name} is {value!r}, expected "
+                    f"{'text' if kind is str else 'a mapping'}"
+                )
+
+    def _items(self) -> list[tuple[str, Any]]:
+        return [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values without the unknown ones."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if v}
+        return {k: dict(v) if isinstance(v, Mapping) else v for k, v in self._items() if v}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Provenance:
-        """Inverse of `to_dict`; a field of a later version is kept in `extra`."""
+        """Inverse of `to_dict`; a field of a later version is kept in `extra`.
+
+        Raises TraceError for a field of the wrong type.
+        """
         known = {f.name for f in dataclasses.fields(cls)}
         extra = {k: v for k, v in values.items() if k not in known}
         fields = {k: v for k, v in values.items() if k in known}
-        if extra:
-            fields["extra"] = {**fields.get("extra", {}), **extra}
-        return cls(**fields)
+        made = cls(**fields)
+        return dataclasses.replace(made, extra={**made.extra, **extra}) if extra else made

@@ -74,6 +74,14 @@ class RouterSpec:
             )
         if (self.num_groups is None) != (self.topk_groups is None):
             raise SpecError("num_groups and topk_groups must be given together")
+        for name in ("num_groups", "topk_groups") if self.num_groups is not None else ():
+            value = getattr(self, name)
+            most = self.num_experts if name == "num_groups" else self.num_groups
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise SpecError(f"RouterSpec.{name} is {value!r}, expected an integer or None")
+            if not 1 <= value <= most:
+                raise SpecError(f"RouterSpec.{name} is {value}, expected 1..{most}")
+            object.__setattr__(self, name, int(value))
 
     @property
     def dtype(self) -> np.dtype:

@@ -145,7 +145,11 @@ class RoutingTrace:
                     f"{where}: column {name!r} is aligned to {column.align!r}, expected one of "
                     f"{ALIGNMENTS}"
                 )
-            if name in _KNOWN and column.version == 1:
+            if name in _KNOWN:
+                if column.version != 1:
+                    raise TraceError(
+                        f"{where}: column {name!r} has version {column.version}, expected 1"
+                    )
                 align, kinds, ndim = _KNOWN[name]
                 found = (column.align, column.data.dtype.name, column.data.ndim)
                 if found[0] != align or found[1] not in kinds or found[2] != ndim:
@@ -172,6 +176,14 @@ class RoutingTrace:
             )
         check_shape_and_range(self.routed_experts, self.valid, self.spec, where)
         check_distinct(self.routed_experts, self.valid, self.spec, where)
+        missing = np.flatnonzero(~self.valid)
+        filled = missing[self.routed_experts[missing].any(axis=(1, 2))]
+        if len(filled):
+            raise TraceError(
+                f"{where}: row {filled[0]} is missing (valid is False) but names experts "
+                f"{self.routed_experts[filled[0], 0].tolist()} in layer {self.spec.moe_layers[0]}, "
+                "expected zeros"
+            )
 
     @property
     def token_ids(self) -> np.ndarray:

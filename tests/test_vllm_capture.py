@@ -57,7 +57,7 @@ def test_rows_equal_hugging_face(family, multiprocessing, model_dir, run_engine,
 def test_nothing_is_touched_without_the_key(model_dir, run_engine):
     assert run_engine(engine_runs.without_the_key, model=model_dir("qwen3_moe")) == {
         "worker": "vllm.v1.worker.cpu_worker.CPUWorker",
-        "scheduler": "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
+        "scheduler": "vllm.v1.core.sched.scheduler.Scheduler",
         "connector": "None",
         "rows": "None",
         "routers": 3,

@@ -98,8 +98,9 @@ def recompute(report: Report, *, model: Path, file: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     from r3.trainer_hooks.megatron import MegatronReplay
-    from r3.trainer_hooks.megatron_cpu import build_gpt_model, init_single_process, load_hf_weights
-    from r3.trainer_hooks.recorder import record_routing
+    from r3.trainer_hooks.megatron_cpu.qwen3_moe import build_gpt_model, load_hf_weights
+    from r3.trainer_hooks.megatron_cpu.shim import init_single_process
+    from r3.trainer_hooks.megatron_recorder import record_routing
 
     init_single_process()
     gpt = build_gpt_model(AutoConfig.from_pretrained(model))
@@ -123,13 +124,13 @@ def recompute(report: Report, *, model: Path, file: Path) -> dict[str, Any]:
             sampler.append(batch.logprobs[sampled])
             for name in _PASSES:
                 report(f"recomputing in Megatron-core, {name}", i, len(batches))
-                with record_routing(gpt) as routing:
+                with record_routing(gpt) as forwards:
                     if name == "native":
                         logprobs = _logprobs(gpt, input_ids, rows)
                     else:
                         with replay.step(), replay.microbatch(batch, input_ids=input_ids):
                             logprobs = _logprobs(gpt, input_ids, rows)
-                used = _packed(routing.expert_ids(spec), input_ids.shape, rows)
+                used = _packed(forwards[0], input_ids.shape, rows)
                 differs[name] += RoutingDisagreement.between(
                     batch.routed_experts, used, batch.valid, spec
                 )
@@ -160,7 +161,7 @@ def _right_padded(batch: RoutingBatch) -> tuple[torch.Tensor, np.ndarray]:
 
 def _logprobs(gpt: Any, input_ids: torch.Tensor, rows: np.ndarray) -> np.ndarray:
     """The trainer's log-probability of each packed token; NaN for the first of a sequence."""
-    from r3.trainer_hooks.megatron_cpu import token_logprobs
+    from r3.trainer_hooks.megatron_cpu.qwen3_moe import token_logprobs
 
     values = token_logprobs(gpt, input_ids).double().numpy()  # [b, s - 1], of tokens 1..s-1
     first = np.full((len(values), 1), np.nan)
