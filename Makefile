@@ -23,9 +23,9 @@ export VLLM_NO_USAGE_STATS := 1
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# a virtual environment does not survive being moved: set up again in another folder
-ifneq ($(shell cat $(READY) 2>/dev/null),$(CURDIR))
-$(shell rm -f $(READY))
+# a virtual environment does not survive being moved: make it again in another folder
+ifneq ($(shell cat $(VENV)/.folder 2>/dev/null || pwd),$(CURDIR))
+$(shell rm -rf $(VENV))
 endif
 
 .PHONY: demo test test-fast test-full lint bench setup clean
@@ -33,12 +33,12 @@ setup: $(READY)
 
 $(READY): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python" >&2; exit 1; }
-	@rm -f $@
-	$(PYTHON) -m venv --clear $(VENV)
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@printf '%s\n' '$(CURDIR)' > $(VENV)/.folder
 	@$(PY) -m pip install -q '$(TORCH)' || { echo "The package index has no $(TORCH): set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu and run make again" >&2; exit 1; }
 	$(PY) -m pip install -q '$(MEGATRON)' -e '.[cpu,megatron,report,dev]'
 	$(PY) -m pip uninstall -q -y $(BROKEN)
-	@printf '%s\n' '$(CURDIR)' > $@
+	@touch $@
 
 demo: $(READY)
 	$(PY) -m r3.cli demo --out r3-demo

@@ -22,10 +22,10 @@ from r3.spec import RouterSpec
 # repeated tokens.
 _REPEATED_ROWS = 16
 # A single layer may well send a stretch of tokens to the same experts, more so with few experts;
-# it is reported when it did nothing else for at least this many rows and most of the sequence.
-_CONSTANT_ROWS = 64
-# Filler rows are reported when random routing would produce so many of them with less than this
-# probability.
+# it is reported when it did nothing else in a whole sequence of at least so many rows.
+_CONSTANT_ROWS = 32
+# Filler rows and layers of zeros are reported when routing at random would produce them with less
+# than this probability.
 _BY_CHANCE = 1e-3
 
 
@@ -33,8 +33,8 @@ _BY_CHANCE = 1e-3
 class Suspicion:
     """One suspicious finding: `rows` rows, the first at `first_row`, in decoder layer `layer`.
 
-    kind: "repeated_rows" (layer is None: rows equal in all layers), "all_zero_layer" or
-    "filler_rows" (layer is None).
+    kind: "repeated_rows" and "filler_rows" (layer is None: they hold in all layers together),
+    "constant_layer" or "all_zero_layer".
     """
 
     kind: str
@@ -45,8 +45,9 @@ class Suspicion:
     def __str__(self) -> str:
         where = "all layers" if self.layer is None else f"layer {self.layer}"
         what = {
-            "repeated_rows": "consecutive rows with one and the same expert set over different "
-            "tokens (a profiling run, stale rows or a filler?)",
+            "repeated_rows": "consecutive rows that are equal over different tokens (a profiling "
+            "run, stale rows or a filler?)",
+            "constant_layer": "rows, all of them the same experts (a layer that was written once?)",
             "all_zero_layer": "rows, all of them expert 0 (a layer that was never written?)",
             "filler_rows": "rows of consecutive expert ids, which routers do not choose "
             "(padding filled with arange?)",
@@ -133,13 +134,17 @@ def find_suspicious(
     everywhere, first = _longest_run(same.all(axis=-1))
     if everywhere + 1 >= _REPEATED_ROWS:
         found.append(Suspicion("repeated_rows", None, everywhere + 1, first))
-    for layer, number in enumerate(spec.moe_layers):
-        if spec.top_k == 1 and valid.sum() > 1 and not ids[valid, layer].any():
-            found.append(Suspicion("all_zero_layer", number, int(valid.sum()), int(valid.argmax())))
-            continue
-        length, first = _longest_run(same[:, layer])
-        if length > everywhere and length + 1 >= max(_CONSTANT_ROWS, rows // 2):
-            found.append(Suspicion("repeated_rows", number, length + 1, first))
+    count, start = int(valid.sum()), int(valid.argmax())
+    constant = (ordered[valid] == ordered[start]).all(axis=(0, 2))  # [layers]
+    if everywhere + 1 < count:  # otherwise said already
+        for layer in np.flatnonzero(constant):
+            kind = "constant_layer"
+            zeros = spec.top_k == 1 and not ids[start, layer].any()
+            if zeros and len(constant) * float(spec.num_experts) ** -count < _BY_CHANCE:
+                kind = "all_zero_layer"
+            elif count < _CONSTANT_ROWS or _one_token(token_ids, valid):
+                continue
+            found.append(Suspicion(kind, spec.moe_layers[layer], count, start))
 
     # consecutive ids modulo num_experts in every layer: arange fillers and their shifts
     chance = min(1.0, spec.num_experts / choices) ** len(spec.moe_layers)
@@ -151,6 +156,13 @@ def find_suspicious(
         if filler.any():
             found.append(Suspicion("filler_rows", None, int(filler.sum()), int(filler.argmax())))
     return found
+
+
+def _one_token(token_ids: np.ndarray | None, valid: np.ndarray) -> bool:
+    if token_ids is None:
+        return False
+    tokens = token_ids[: len(valid)][valid]
+    return bool((tokens == tokens[0]).all())
 
 
 def _longest_run(flags: np.ndarray) -> tuple[int, int]:

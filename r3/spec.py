@@ -99,8 +99,13 @@ class RouterSpec:
         return ids
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for headers; `RouterSpec.from_dict` reads them back."""
-        return dataclasses.asdict(self) | {"moe_layers": list(self.moe_layers)}
+        """Plain values, for headers; `RouterSpec.from_dict` reads them back.
+
+        Fields that are None are left out, so that a field added later does not change the headers
+        and digests of models that do not have it.
+        """
+        values = dataclasses.asdict(self) | {"moe_layers": list(self.moe_layers)}
+        return {k: v for k, v in values.items() if v is not None}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RouterSpec:

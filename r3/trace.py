@@ -9,6 +9,7 @@ Missing is a mask (`valid`), never a number.
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -235,7 +236,8 @@ class RoutingTrace:
                 h.update(len(data).to_bytes(8, "little"))
                 h.update(data)
 
-        put("r3-digest-1", sorted(self.spec.to_dict().items()), self.prompt_len)
+        routers = json.dumps(self.spec.to_dict(), sort_keys=True, separators=(",", ":"))
+        put("r3-digest-1", routers, self.prompt_len)
         for name, column in sorted(self.columns.items()):
             data = column.data
             if name == "routed_experts":

@@ -170,7 +170,7 @@ def test_demo_with_a_model_and_text_prompts(tmp_path):
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1").save_pretrained(model)
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "t7 t8 t9 t10"}\n\n{"prompt_token_ids": [11, 12, 13]}\n')
+    prompts.write_text('{"prompt": "t7 t8 t9 t25"}\n\n{"prompt_token_ids": [11, 12, 13]}\n')
     out = tmp_path / "out"
     done = r3_command(
         "demo", "--out", out, "--model", model, "--prompts", prompts, "--max-tokens", 16
@@ -180,5 +180,5 @@ def test_demo_with_a_model_and_text_prompts(tmp_path):
     assert (summary["rollouts"], summary["moe_layers"]) == (32, 3)
     assert summary["cell_disagreement_replay"] == 0
     with ShardReader(out / "routing.r3") as shard:
-        assert shard[0].token_ids[:4].tolist() == [7, 8, 9, 10]
+        assert shard[0].token_ids[:4].tolist() == [7, 8, 9, 25]
         assert shard.spec.moe_layers == (1, 2, 3)

@@ -36,7 +36,8 @@ def run_isolated(
     process = context.Process(target=_child, args=(stage, kwargs, str(log), theirs))
     process.start()
     theirs.close()
-    name, kind, value = stage.__name__, "", None
+    name, kind = stage.__name__, ""
+    value: Any = None
     try:
         while kind not in ("result", "error"):
             try:

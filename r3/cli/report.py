@@ -21,6 +21,7 @@ def _disagreement_svg(summary: dict[str, Any]) -> str:
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     native = summary["cell_disagreement_per_layer_native"]
     replay = summary["cell_disagreement_per_layer_replay"]
@@ -33,7 +34,7 @@ def _disagreement_svg(summary: dict[str, Any]) -> str:
     )
     axes.set_xlabel("decoder layer")
     axes.set_ylabel("cells routed differently (%)")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=min(0, -0.02 * axes.get_ylim()[1]))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
