@@ -76,7 +76,7 @@ class RouterSpec:
             raise SpecError("num_groups and topk_groups must be given together")
         for name in ("num_groups", "topk_groups") if self.num_groups is not None else ():
             value = getattr(self, name)
-            most = self.num_experts if name == "num_groups" else self.num_groups
+            most = self.num_experts if name == "num_groups" else self.num_groups or 0
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
                 raise SpecError(f"RouterSpec.{name} is {value!r}, expected an integer or None")
             if not 1 <= value <= most:

@@ -124,7 +124,7 @@ def read_header(read: Read, size: int) -> RecordHeader:
         raise FormatError(str(e)) from None
     if str(rollout_id) != rollout:
         raise FormatError(f"rollout id {rollout!r}, expected it written {str(rollout_id)!r}")
-    columns = []
+    columns: list[ColumnHeader] = []
     for item in _get(values, "columns", list):
         if type(item) is not dict:
             raise FormatError(f"column is {reprlib.repr(item)}, expected a map")
@@ -302,6 +302,6 @@ def _get(values: dict[str, Any], key: str, kind: type) -> Any:
     if key not in values:
         raise FormatError(f"header has no {key!r}")
     value = values[key]
-    if type(value) is not kind or (kind is int and value < 0):
+    if type(value) is not kind or (type(value) is int and value < 0):
         raise FormatError(f"{key} is {reprlib.repr(value)}, expected {kind.__name__}")
     return value

@@ -79,7 +79,7 @@ class _Shard:
 
     def _read(self, offset: int, size: int) -> memoryview:
         # memory of its own, not filled first; positioned reads, so threads can share a reader
-        data = memoryview(np.empty(size, np.uint8))
+        data = np.empty(size, np.uint8).data
         done = 0
         while done < size:
             got = os.preadv(self._file.fileno(), [data[done:]], offset + done)

@@ -76,6 +76,10 @@ def _child(stage: Callable[..., Any], kwargs: dict[str, Any], log: str, pipe: Co
         pipe.send(("error", (type(known).__name__, " ".join(str(known).split())[:500])))
     else:
         pipe.send(("result", result))
+    finally:
+        # an engine's own processes would be waited for, and they wait for a word from the engine
+        for process in multiprocessing.active_children():
+            process.terminate()
 
 
 def _causes(error: BaseException | None) -> Any:
