@@ -103,29 +103,26 @@ def without_the_key(report: Any, *, model: Path) -> dict[str, Any]:
     }
 
 
-def sampled_logprobs(report: Any, *, model: Path) -> dict[str, Any]:
-    """Traces sampled at temperature 0.7 and top-p 0.8, in the processed and the raw mode."""
+def sampled_logprobs(report: Any, *, model: Path, mode: str) -> dict[str, Any]:
+    """Traces sampled at temperature 0.7 and top-p 0.8 under the given logprobs_mode."""
     from vllm import SamplingParams
 
     from r3.engine_hooks.vllm_trace import trace_from_output
 
+    llm = _llm(model, logprobs_mode=mode)
     sampling = SamplingParams(temperature=0.7, top_p=0.8, max_tokens=24, logprobs=0)
-    found = {}
-    for mode in ("processed_logprobs", "raw_logprobs"):
-        llm = _llm(model, logprobs_mode=mode)
-        outputs = llm.generate(
-            [{"prompt_token_ids": [5 + i, 6, 7 + i]} for i in range(8)], sampling, use_tqdm=False
-        )
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            traces = [trace_from_output(o, llm, sampling_params=sampling) for o in outputs]
-        found[mode] = {
-            "traces": [(t.token_ids, t.prompt_len, t.logprobs) for t in traces],
-            "warnings": [type(w.message).__name__ for w in caught],
-            "mode": traces[0].provenance.logprobs_mode,
-            "sampling": dict(traces[0].provenance.sampling),
-        }
-    return found
+    outputs = llm.generate(
+        [{"prompt_token_ids": [5 + i, 6, 7 + i]} for i in range(8)], sampling, use_tqdm=False
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        traces = [trace_from_output(o, llm, sampling_params=sampling) for o in outputs]
+    return {
+        "traces": [(t.token_ids, t.prompt_len, t.logprobs) for t in traces],
+        "warnings": {type(w.message).__name__ for w in caught},
+        "mode": traces[0].provenance.logprobs_mode,
+        "sampling": dict(traces[0].provenance.sampling),
+    }
 
 
 def refusals(report: Any, *, model: Path, mixed: dict[str, Path]) -> dict[str, str]:

@@ -70,32 +70,30 @@ def test_plugin_is_registered():
     assert ours.value == "r3.engine_hooks.vllm_plugin:register"
 
 
-def test_logprobs_are_those_sampled_from(model_dir, run_engine):
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+def test_logprobs_are_those_sampled_from(mode, model_dir, run_engine):
     """Against Hugging Face logits with temperature and top-p applied by hand."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    found = run_engine(engine_runs.sampled_logprobs, model=model_dir("qwen3_moe"))
-    assert found["processed_logprobs"]["warnings"] == []
-    assert set(found["raw_logprobs"]["warnings"]) == {"RawLogprobsWarning"}
-    assert found["raw_logprobs"]["mode"] == "raw_logprobs"
-    assert found["processed_logprobs"]["sampling"]["top_p"] == 0.8
-    model = AutoModelForCausalLM.from_pretrained(model_dir("qwen3_moe"), dtype=torch.float32).eval()
-    for mode, result in found.items():
-        for tokens, prompt_len, logprobs in result["traces"]:
-            assert np.isnan(logprobs[:prompt_len]).all()
-            ids = torch.from_numpy(tokens.astype(np.int64))
-            with torch.no_grad():
-                logits = model(ids[None]).logits[0].double()
-            for t in range(prompt_len, len(tokens)):
-                scores = logits[t - 1]
-                if mode == "processed_logprobs":
-                    scores = scores / 0.7
-                    p, order = scores.softmax(-1).sort(descending=True)
-                    outside = order[p.cumsum(-1) - p >= 0.8]
-                    scores[outside] = -torch.inf
-                expected = scores.log_softmax(-1)[ids[t]].item()
-                assert logprobs[t] == pytest.approx(expected, abs=2e-3)
+    path = model_dir("qwen3_moe")
+    found = run_engine(engine_runs.sampled_logprobs, model=path, mode=mode)
+    assert found["warnings"] == ({"RawLogprobsWarning"} if mode == "raw_logprobs" else set())
+    assert (found["mode"], found["sampling"]["top_p"]) == (mode, 0.8)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for tokens, prompt_len, logprobs in found["traces"]:
+        assert np.isnan(logprobs[:prompt_len]).all()
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0].double()
+        for t in range(prompt_len, len(tokens)):
+            scores = logits[t - 1]
+            if mode == "processed_logprobs":
+                scores = scores / 0.7
+                p, order = scores.softmax(-1).sort(descending=True)
+                scores[order[p.cumsum(-1) - p >= 0.8]] = -torch.inf
+            expected = scores.log_softmax(-1)[ids[t]].item()
+            assert logprobs[t] == pytest.approx(expected, abs=2e-3)
 
 
 def test_unsupported_settings_are_refused_by_name(model_dir, run_engine):
