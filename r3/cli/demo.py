@@ -73,6 +73,7 @@ def run_demo(
             show,
         )
         summary = run_isolated(_recompute, {"model": model, "file": file}, log, show)
+        show("done", 1, 1)
     cells = summary["tokens"] * summary["moe_layers"]
     summary["bytes_per_token_per_layer"] = file.stat().st_size / cells
     summary |= {"model": model.name, "seed": seed}
