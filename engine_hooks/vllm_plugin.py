@@ -121,6 +121,9 @@ def check_supported(config: Any) -> None:
         "diffusion_config": getattr(config, "diffusion_config", None),
         "enable_return_routed_experts (vLLM's own capture)": config.aux_output_config.enabled,
         "scheduler_cls": config.scheduler_config.scheduler_cls,
+        "lora_config": config.lora_config,
+        # vLLM then reports zeros for the prompt's token ids
+        "enable_prompt_embeds": config.model_config.enable_prompt_embeds,
     }
     for name, value in unsupported.items():
         if value:

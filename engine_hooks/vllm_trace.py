@@ -36,7 +36,7 @@ def trace_from_output(
 
     engine: the LLM, AsyncLLM or LLMEngine that made it, or its VllmConfig.
     sampling_params: what it was sampled with, for the provenance.
-    completion: index into `output.outputs`, for n > 1.
+    completion: `CompletionOutput.index` of the one to take, for n > 1.
 
     Log-probabilities are taken when the request asked for them (`SamplingParams(logprobs=0)`).
     They are those really sampled from only with `logprobs_mode="processed_logprobs"`; otherwise
@@ -48,11 +48,11 @@ def trace_from_output(
     config = _vllm_config(engine)
     rollout_id = rollout_id or RolloutId.unique()
     where = f"rollout {rollout_id} (request {output.request_id})"
-    if not 0 <= completion < len(output.outputs):
+    result = next((c for c in output.outputs if c.index == completion), None)
+    if result is None:
         raise CaptureError(
-            f"{where}: completion {completion} asked for, found {len(output.outputs)}"
+            f"{where}: completion {completion} asked for, found {[c.index for c in output.outputs]}"
         )
-    result = output.outputs[completion]
     if result.finish_reason is None:
         raise CaptureError(f"{where}: the request has not finished; rows come with its last output")
     if output.prompt_token_ids is None:

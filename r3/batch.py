@@ -6,7 +6,7 @@ deliver, is `valid == False` and is routed natively by the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,8 +36,9 @@ class RoutingBatch:
     logprobs: np.ndarray
 
     @classmethod
-    def from_traces(cls, traces: Sequence[RoutingTrace]) -> RoutingBatch:
+    def from_traces(cls, traces: Iterable[RoutingTrace]) -> RoutingBatch:
         """Pack traces in the given order. Raises TraceError if there are none or specs differ."""
+        traces = list(traces)
         if not traces:
             raise TraceError("a batch needs at least one trace, got none")
         spec = traces[0].spec

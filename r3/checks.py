@@ -21,11 +21,12 @@ from r3.spec import RouterSpec
 # work of routers: even where neighbours share 43 % of their experts, whole rows repeat only over
 # repeated tokens.
 _REPEATED_ROWS = 16
+# A rollout that loops over a few tokens repeats its rows honestly.
+_DISTINCT_TOKENS = 8
 # A single layer may well send a stretch of tokens to the same experts, more so with few experts;
 # it is reported when it did nothing else in a whole sequence of at least so many rows.
 _CONSTANT_ROWS = 32
-# Filler rows and layers of zeros are reported when routing at random would produce them with less
-# than this probability.
+# Nothing is reported that routing at random would produce with more than this probability.
 _BY_CHANCE = 1e-3
 
 
@@ -61,6 +62,8 @@ def check_shape_and_range(ids: np.ndarray, valid: np.ndarray, spec: RouterSpec, 
     ids: integers; valid: bool [rows], rows to look at; where: names the sequence.
     """
     expected = (len(valid), len(spec.moe_layers), spec.top_k)
+    if ids.dtype.kind not in "iu":
+        raise TraceError(f"{where}: routed_experts has dtype {ids.dtype}, expected integers")
     if ids.ndim != 3 or ids.shape[1:] != expected[1:]:
         raise TraceError(
             f"{where}: routed_experts has shape {list(ids.shape)}, expected "
@@ -117,7 +120,7 @@ def find_suspicious(
     """Content of `ids` [rows, layers, top_k] that passed the checks and still looks wrong.
 
     valid: bool [rows], rows to look at (default: all). token_ids: [rows] or longer, the token of
-    each row; a run of rows over one repeated token is not held against them.
+    each row; a run of rows over a few repeated tokens is not held against them.
     """
     rows = ids.shape[0]
     valid = np.ones(rows, bool) if valid is None else valid
@@ -129,20 +132,26 @@ def find_suspicious(
 
     same = (ordered[1:] == ordered[:-1]).all(axis=-1)  # [rows - 1, layers]
     same &= (valid[1:] & valid[:-1])[:, None]
-    if token_ids is not None:
-        same &= (token_ids[1:rows] != token_ids[: rows - 1])[:, None]
-    everywhere, first = _longest_run(same.all(axis=-1))
-    if everywhere + 1 >= _REPEATED_ROWS:
+    equal = same.all(axis=-1)
+    everywhere, first = _longest_run(equal)
+    # how often neighbours are equal elsewhere; a skewed router with few experts has long runs too
+    elsewhere = (int(equal.sum()) - everywhere) / max(len(equal) - everywhere, 1)
+    if (
+        everywhere + 1 >= _REPEATED_ROWS
+        and len(equal) * elsewhere**everywhere < _BY_CHANCE
+        and _distinct(token_ids, slice(first, first + everywhere + 1)) >= _DISTINCT_TOKENS
+    ):
         found.append(Suspicion("repeated_rows", None, everywhere + 1, first))
+
     count, start = int(valid.sum()), int(valid.argmax())
     constant = (ordered[valid] == ordered[start]).all(axis=(0, 2))  # [layers]
-    if everywhere + 1 < count:  # otherwise said already
+    if everywhere + 1 < count or not found:  # otherwise said already
         for layer in np.flatnonzero(constant):
             kind = "constant_layer"
             zeros = spec.top_k == 1 and not ids[start, layer].any()
             if zeros and len(constant) * float(spec.num_experts) ** -count < _BY_CHANCE:
                 kind = "all_zero_layer"
-            elif count < _CONSTANT_ROWS or _one_token(token_ids, valid):
+            elif count < _CONSTANT_ROWS or _distinct(token_ids, valid) < _DISTINCT_TOKENS:
                 continue
             found.append(Suspicion(kind, spec.moe_layers[layer], count, start))
 
@@ -158,11 +167,13 @@ def find_suspicious(
     return found
 
 
-def _one_token(token_ids: np.ndarray | None, valid: np.ndarray) -> bool:
+def _distinct(token_ids: np.ndarray | None, rows: np.ndarray | slice) -> int:
+    """Different tokens among `rows`; many where the tokens are not known."""
     if token_ids is None:
-        return False
-    tokens = token_ids[: len(valid)][valid]
-    return bool((tokens == tokens[0]).all())
+        return _DISTINCT_TOKENS
+    if not isinstance(rows, slice):
+        token_ids = token_ids[: len(rows)]
+    return len(np.unique(token_ids[rows]))
 
 
 def _longest_run(flags: np.ndarray) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from r3.checks import check_distinct, check_shape_and_range
 from r3.errors import TraceError
 from r3.spec import RouterSpec
 
@@ -39,15 +40,13 @@ class RoutingDisagreement:
     ) -> RoutingDisagreement:
         """Compare ids `a` and `b` [rows, MoE layers, top_k] on the rows where bool `valid` [rows].
 
-        Raises TraceError for shapes that do not fit the spec and each other.
+        Raises TraceError for shapes that do not fit the spec and each other, and for rows that
+        are no sets of experts.
         """
-        shape = (len(valid), len(spec.moe_layers), spec.top_k)
-        for name, ids in (("first", a), ("second", b)):
-            if ids.shape != shape:
-                raise TraceError(
-                    f"{name} routing has shape {list(ids.shape)}, expected {list(shape)}"
-                )
-        layers = shape[1]
+        for name, ids in (("first routing", a), ("second routing", b)):
+            check_shape_and_range(ids, valid, spec, name)
+            check_distinct(ids, valid, spec, name)
+        layers = len(spec.moe_layers)
         total = cls(
             spec, 0, np.zeros(layers, int), np.zeros(layers, int), np.zeros(layers + 1, int)
         )

@@ -17,6 +17,7 @@ from r3.errors import SpecError, UnsupportedError
 
 MAX_EXPERTS = 65536
 MAX_TOP_K = 64
+MAX_PAIRS = 1 << 24  # of a layer and an expert: what is counted per pair stays small
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,12 @@ class RouterSpec:
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
                 raise SpecError(f"RouterSpec.{name} is {value!r}, expected a positive integer")
             object.__setattr__(self, name, int(value))
-        layers = tuple(self.moe_layers)
+        try:
+            layers = tuple(self.moe_layers)
+        except TypeError:
+            raise SpecError(
+                f"RouterSpec.moe_layers is {self.moe_layers!r}, expected layer indices"
+            ) from None
         if any(isinstance(x, bool) or not isinstance(x, int | np.integer) for x in layers):
             raise SpecError(f"RouterSpec.moe_layers holds {layers!r}, expected integers")
         layers = tuple(int(x) for x in layers)
@@ -58,6 +64,11 @@ class RouterSpec:
             raise SpecError(
                 f"top_k is {self.top_k}, expected at most num_experts={self.num_experts} "
                 f"and at most {MAX_TOP_K}"
+            )
+        if len(layers) * self.num_experts > MAX_PAIRS:
+            raise SpecError(
+                f"{len(layers)} MoE layers of {self.num_experts} experts, expected at most "
+                f"{MAX_PAIRS} pairs of a layer and an expert"
             )
         if not layers:
             raise SpecError(
@@ -145,6 +156,8 @@ class RouterSpec:
             return reader(values)
         except KeyError as e:
             raise SpecError(f"config of model_type {family!r} has no field {e}") from None
+        except (TypeError, ArithmeticError) as e:  # fields of a type that no config has
+            raise SpecError(f"config of model_type {family!r} is malformed: {e}") from None
 
 
 def _num_experts(c: Mapping[str, Any]) -> int:

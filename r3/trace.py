@@ -77,8 +77,13 @@ class RoutingTrace:
         routed_experts: integers [n - 1, layers, top_k] of any width; layers may be the MoE layers
         or all decoder layers. Rows that are -1 throughout count as missing.
         logprobs: [n], or [n - prompt_len] for the sampled tokens only.
+        All arrays are copied.
         """
         rollout_id = rollout_id or RolloutId.unique()
+        if isinstance(prompt_len, bool) or not isinstance(prompt_len, int | np.integer):
+            raise TraceError(
+                f"rollout {rollout_id}: prompt_len is {prompt_len!r}, expected an integer"
+            )
         where = f"rollout {rollout_id}"
         tokens = np.asarray(token_ids)
         if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
@@ -86,10 +91,7 @@ class RoutingTrace:
                 f"{where}: token_ids has shape {list(tokens.shape)} and dtype {tokens.dtype}, "
                 "expected at least one integer in one dimension"
             )
-        ids = np.asarray(routed_experts)
-        if ids.dtype.kind not in "iu":
-            raise TraceError(f"{where}: routed_experts has dtype {ids.dtype}, expected integers")
-        ids = spec.select_moe_layers(ids)
+        ids = spec.select_moe_layers(np.asarray(routed_experts))
         mask = np.ones(len(tokens) - 1, bool) if valid is None else np.asarray(valid)
         if mask.shape != (len(tokens) - 1,) or mask.dtype != bool:
             raise TraceError(
@@ -102,24 +104,30 @@ class RoutingTrace:
         ids = np.where(mask[:, None, None], ids, 0) if not mask.all() else ids
         columns = {
             "token_ids": Column(_as_int32(tokens, where), "token"),
-            "routed_experts": Column(np.ascontiguousarray(ids, dtype=spec.dtype), "row"),
+            "routed_experts": Column(np.array(ids, dtype=spec.dtype, order="C"), "row"),
         }
         if not mask.all():
-            columns["valid"] = Column(mask, "row")
+            columns["valid"] = Column(mask.copy(), "row")
         if logprobs is not None:
-            values = np.asarray(logprobs, dtype=np.float32)
+            values = np.array(logprobs, dtype=np.float32)
             if 0 <= prompt_len <= len(tokens) and values.shape == (len(tokens) - prompt_len,):
                 values = np.concatenate([np.full(prompt_len, np.nan, np.float32), values])
             columns["logprobs"] = Column(values, "token")
         for name, column in (extra or {}).items():
             if name in columns:
                 raise TraceError(f"{where}: extra column {name!r} is one that has its own argument")
-            columns[name] = column
+            columns[name] = Column(np.array(column.data), column.align, column.version)
         return cls(spec, prompt_len, columns, rollout_id, provenance or Provenance())
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "columns", MappingProxyType(dict(self.columns)))
+        # read-only views: what was checked, and digested, stays as it is
+        columns = {
+            name: Column(_read_only(column.data), column.align, column.version)
+            for name, column in self.columns.items()
+        }
+        object.__setattr__(self, "columns", MappingProxyType(columns))
         self._check()
+        object.__setattr__(self, "prompt_len", int(self.prompt_len))
         if self.suspicions:
             findings = "; ".join(map(str, self.suspicions))
             warnings.warn(
@@ -136,10 +144,11 @@ class RoutingTrace:
         n = len(self.columns["token_ids"].data)
         if not 1 <= n < MAX_TOKENS:
             raise TraceError(f"{where}: {n} tokens, expected 1 to {MAX_TOKENS - 1}")
-        if isinstance(self.prompt_len, bool) or not isinstance(self.prompt_len, int | np.integer):
-            raise TraceError(f"{where}: prompt_len is {self.prompt_len!r}, expected an integer")
-        if not 0 <= self.prompt_len <= n:
-            raise TraceError(f"{where}: prompt_len is {self.prompt_len}, expected 0..{n} tokens")
+        prompt_len = self.prompt_len
+        if isinstance(prompt_len, bool) or not isinstance(prompt_len, int | np.integer):
+            raise TraceError(f"{where}: prompt_len is {prompt_len!r}, expected an integer")
+        if not 0 <= prompt_len <= n:
+            raise TraceError(f"{where}: prompt_len is {prompt_len}, expected 0..{n} tokens")
         for name, column in self.columns.items():
             if column.align not in ALIGNMENTS:
                 raise TraceError(
@@ -177,6 +186,7 @@ class RoutingTrace:
             )
         check_shape_and_range(self.routed_experts, self.valid, self.spec, where)
         check_distinct(self.routed_experts, self.valid, self.spec, where)
+        self._check_logprobs(where)
         missing = np.flatnonzero(~self.valid)
         filled = missing[self.routed_experts[missing].any(axis=(1, 2))]
         if len(filled):
@@ -184,6 +194,20 @@ class RoutingTrace:
                 f"{where}: row {filled[0]} is missing (valid is False) but names experts "
                 f"{self.routed_experts[filled[0], 0].tolist()} in layer {self.spec.moe_layers[0]}, "
                 "expected zeros"
+            )
+
+    def _check_logprobs(self, where: str) -> None:
+        if self.logprobs is None:
+            return
+        sampled = np.arange(self.num_tokens) >= self.prompt_len
+        values = self.logprobs
+        with np.errstate(invalid="ignore"):
+            good = np.where(sampled, np.isfinite(values) & (values <= _ROUNDING), np.isnan(values))
+        if not good.all():
+            at = int((~good).argmax())
+            expected = "a finite number of at most 0" if sampled[at] else "NaN in the prompt"
+            raise TraceError(
+                f"{where}: token {at}: log-probability {values[at]}, expected {expected}"
             )
 
     @property
@@ -255,6 +279,9 @@ class RoutingTrace:
         )
 
 
+# a probability of 1 may come out of float32 or bfloat16 arithmetic as slightly more
+_ROUNDING = 1e-2
+
 # known columns: alignment, dtypes, number of axes
 _KNOWN: dict[str, tuple[str, tuple[str, ...], int]] = {
     "token_ids": ("token", ("int32",), 1),
@@ -268,4 +295,10 @@ def _as_int32(tokens: np.ndarray, where: str) -> np.ndarray:
     if int(tokens.max()) > np.iinfo(np.int32).max:
         at = int(tokens.argmax())
         raise TraceError(f"{where}: token {at}: id {tokens[at]}, expected less than 2**31")
-    return np.ascontiguousarray(tokens, dtype=np.int32)
+    return np.array(tokens, dtype=np.int32)
+
+
+def _read_only(data: np.ndarray) -> np.ndarray:
+    view = data.view()
+    view.flags.writeable = False
+    return view

@@ -13,6 +13,7 @@ import operator
 import os
 import stat
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
 from functools import cached_property
@@ -220,11 +221,12 @@ class ShardWriter(_Shard):
 
     Opening raises SpecError if the file is of other routers, and FormatError, naming the path, if
     it is not a whole shard or another writer has it open. A file of no bytes counts as new.
-    What `append` returned for is with the operating system; `flush` waits for the disk.
+    What `append` returned for is with the operating system; `flush` waits for the disk. Threads
+    may share a writer.
     """
 
     def __init__(self, path: str | os.PathLike[str], spec: RouterSpec) -> None:
-        self.spec = spec
+        self.spec, self._mutex = spec, threading.Lock()
         header = MAGIC + pack_header({"version": list(VERSION), "spec": spec.to_dict()})
         super().__init__(path, "a+")
         try:
@@ -253,6 +255,10 @@ class ShardWriter(_Shard):
                 f"rollout {trace.rollout_id} is of {trace.spec}, expected the routers of "
                 f"{self.path}: {self.spec}"
             )
+        with self._mutex:
+            return self._append(trace)
+
+    def _append(self, trace: RoutingTrace) -> int:
         name = str(trace.rollout_id)
         if name in self._stored:
             index, digest = self._stored[name]

@@ -144,6 +144,8 @@ def refusals(report: Any, *, model: Path, mixed: dict[str, Path]) -> dict[str, s
         "enforce_eager": {"enforce_eager": False},
         "kv_transfer_config": {"kv_offloading_size": 0.1},
         "scheduler_cls": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+        "lora_config": {"enable_lora": True},
+        "enable_prompt_embeds": {"enable_prompt_embeds": True},
         "worker class": {"worker_cls": "vllm.v1.worker.gpu_worker.Worker"},
         "dense": {"model": str(mixed["dense"])},
         "unknown key": {"additional_config": {"r3": {"capture": True, "speed": 9}}},

@@ -244,9 +244,44 @@ def test_missing_rows_are_a_mask():
         RoutingTrace(SPEC, 3, columns)
 
 
+def test_arrays_are_copied_and_cannot_be_changed():
+    """A collector that reuses its buffers, and code that writes into a trace after its checks."""
+    ids, valid = random_ids(11).astype(SPEC.dtype), np.ones(11, bool)
+    valid[4] = False
+    tokens, values = np.arange(12, dtype=np.int32), np.full(9, -1, np.float32)
+    reward = np.zeros(12)
+    trace = build(
+        token_ids=tokens,
+        routed_experts=ids,
+        valid=valid,
+        logprobs=values,
+        extra={"reward": Column(reward, "token")},
+    )
+    before = trace.digest
+    for array in (ids, tokens, values, reward):
+        array[:] = 1
+    valid[:] = True
+    del trace.__dict__["digest"]
+    assert trace.digest == before
+    for column in trace.columns.values():
+        with pytest.raises(ValueError, match="read-only"):
+            column.data[0] = 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5])
+def test_log_probabilities_are_checked(value):
+    values = np.full(12, -1.0)
+    values[:3] = np.nan
+    values[5] = value
+    refused("token 5: log-probability", "expected a finite number", logprobs=values)
+    values[5], values[2] = -1, -1
+    refused("token 2: log-probability -1.0", "expected NaN in the prompt", logprobs=values)
+
+
 def test_columns_are_checked():
     extra = Column(np.arange(12), "token")
-    assert build(extra={"reward": extra}).columns["reward"] is extra
+    found = build(extra={"reward": extra}).columns["reward"]
+    assert (found.align, found.version, found.data.tolist()) == ("token", 1, list(range(12)))
     refused("'reward'", "11 plain values", extra={"reward": Column(np.arange(12), "row")})
     refused("'reward'", "byte", extra={"reward": Column(np.arange(12), "byte")})
     refused("'reward'", "object", extra={"reward": Column(np.array([None] * 12), "token")})
@@ -358,7 +393,7 @@ def test_digest_depends_on_everything_else():
         build(valid=missing),
         build(prompt_len=4),
         build(token_ids=[1] * 12),
-        build(logprobs=np.zeros(12)),
+        build(logprobs=np.zeros(9)),
         build(spec=sigmoid),
         build(spec=RouterSpec(64, 4, (1, 2, 3), 5)),
         build(extra={"a": little}),
@@ -378,7 +413,7 @@ def test_digest_depends_on_everything_else():
 def test_batch():
     ids = random_ids(4)
     ids[1] = -1
-    a = build(5, routed_experts=ids, rollout_id=RolloutId("a"), logprobs=np.zeros(5))
+    a = build(5, routed_experts=ids, rollout_id=RolloutId("a"), logprobs=np.zeros(2))
     b = build(3, rollout_id=RolloutId("b"))
     batch = RoutingBatch.from_traces([a, b])
     assert (len(batch), batch.num_tokens) == (2, 8)
@@ -386,8 +421,8 @@ def test_batch():
     assert batch.valid.tolist() == [True, False, True, True, False, True, True, False]
     assert (batch.routed_experts[5:7] == b.routed_experts).all()
     assert not batch.routed_experts[~batch.valid].any()
-    assert np.isnan(batch.logprobs[5:]).all()
-    assert not np.isnan(batch.logprobs[:5]).any()
+    assert np.isnan(batch.logprobs[[0, 1, 2, 5, 6, 7]]).all()
+    assert (batch.logprobs[3:5] == 0).all()
     assert batch.prompt_lens.tolist() == [3, 3]
     assert batch.locate(4) == (RolloutId("a"), 4)
     assert batch.locate(5) == (RolloutId("b"), 0)

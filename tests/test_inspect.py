@@ -59,7 +59,7 @@ def test_counts(tmp_path):
     path = write(
         tmp_path / "a.r3",
         {"provenance": made, "valid": missing},
-        {"provenance": made, "logprobs": np.zeros(12), "prompt_len": 4},
+        {"provenance": made, "logprobs": np.zeros(8), "prompt_len": 4},
         {"provenance": Provenance(engine="vllm", sampling={"temperature": 0.7})},
     )
     s = summarize(path)

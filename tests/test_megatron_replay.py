@@ -461,15 +461,55 @@ def test_steps_and_microbatches_do_not_nest(model: Any) -> None:
     replay.detach()
 
 
-def test_another_number_of_rows(model: Any) -> None:
-    batch = random_batch([6])
+@pytest.mark.parametrize("case", ["other length", "packed", "other tokens", "twice", "router"])
+def test_the_model_must_be_fed_what_was_declared(model: Any, case: str) -> None:
+    """Same number of rows or not: rows in another order would be replayed into wrong tokens."""
+    batch = random_batch([6, 6])
+    ids = padded(batch)
+    run, message = {
+        "other length": (
+            lambda: forward(model, padded(batch, extra=2)),
+            r"shape \[2, 8\].*\[2, 6\]",
+        ),
+        "packed": (
+            lambda: forward(model, ids.reshape(1, 12), [6, 6]),
+            r"shape \[1, 12\].*\[2, 6\]",
+        ),
+        "other tokens": (lambda: forward(model, ids.flip(0)), "with the same values"),
+        "twice": (
+            lambda: (forward(model, ids), forward(model, ids.clone())),
+            r"layer 0: second forward pass in one microbatch\(\)",
+        ),
+        "router": (
+            lambda: routers_of(model)[1](torch.zeros(2, 6, 32)),
+            r"layer 2: the router sees \[2, 6\].*expected \[6, 2\]",
+        ),
+    }[case]
     with (
         MegatronReplay(model) as replay,
         replay.step(),
-        pytest.raises(ReplayError, match="layer 0: the router sees 8 rows, expected 6"),
-        replay.microbatch(batch, input_ids=padded(batch)),
+        pytest.raises(ReplayError, match=message),
+        replay.microbatch(batch, input_ids=ids),
     ):
-        forward(model, padded(batch, extra=2))
+        run()
+    with (
+        MegatronReplay(model) as replay,
+        replay.step(),
+        pytest.raises(ReplayError, match="input_ids is a ndarray"),
+        replay.microbatch(batch, input_ids=ids.numpy()),
+    ):
+        pass
+
+
+def test_settings_are_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    with MegatronReplay(model) as replay:
+        monkeypatch.setattr(model.config, "moe_expert_capacity_factor", 0.5)
+        with pytest.raises(UnsupportedError, match=r"moe_expert_capacity_factor is 0\.5"):
+            replay.step().__enter__()
+        monkeypatch.undo()
+        with replay.step():
+            pass
 
 
 def test_field_82_a_bypassed_router_is_an_error(

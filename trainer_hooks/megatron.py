@@ -23,7 +23,7 @@ import numpy as np
 from r3.batch import RoutingBatch
 from r3.errors import MissingDependencyError, ReplayError, SpecError
 from r3.trainer_hooks.layout import check_batch, view_of
-from r3.trainer_hooks.megatron_routers import find_routers
+from r3.trainer_hooks.megatron_routers import check_settings, find_embeddings, find_routers
 
 try:
     import torch
@@ -82,11 +82,11 @@ class _Microbatch:
     [rows], None when all are. Both move to the scores' device on first use.
     """
 
-    def __init__(self, batch: RoutingBatch, index: np.ndarray) -> None:
+    def __init__(self, batch: RoutingBatch, index: np.ndarray, input_ids: torch.Tensor) -> None:
         replayed = (index >= 0) & batch.valid[index]
         is_last = np.zeros(batch.num_tokens, bool)
         is_last[batch.cu_seqlens[1:] - 1] = True
-        self.rows = len(index)
+        self.rows, self.input_ids = len(index), input_ids
         self.rows_replayed = int(replayed.sum())
         self.rows_missing = int(((index >= 0) & ~replayed & ~is_last[index]).sum())
         experts = np.where(replayed[:, None, None], batch.routed_experts[index], 0)
@@ -156,6 +156,10 @@ class _LayerReplay:
         current = self._owner._current
         if current is None:
             return default_compute_topk(scores, topk, num_groups, group_topk)
+        if self._layer in current.called:
+            raise ReplayError(
+                f"layer {self._layer}: second forward pass in one microbatch(), expected one"
+            )
         if scores.shape[0] != current.rows:
             raise ReplayError(
                 f"layer {self._layer}: the router sees {scores.shape[0]} rows, expected "
@@ -204,8 +208,13 @@ class MegatronReplay:
         self._before = {layer: r.router_replay for layer, r in self._routers.items()}
         self._attached, self._in_step = True, False
         self._current: _Microbatch | None = None
+        self._hooks = []
         for layer, router in self._routers.items():
             router.router_replay = self._layers[layer]
+            self._hooks.append(router.register_forward_pre_hook(self._check_layout))
+        for embedding in find_embeddings(model_chunks):
+            hook = embedding.register_forward_pre_hook(self._check_fed, with_kwargs=True)
+            self._hooks.append(hook)
 
     def __enter__(self) -> MegatronReplay:
         return self
@@ -223,6 +232,8 @@ class MegatronReplay:
         for layer, router in self._routers.items():
             if router.router_replay is self._layers[layer]:  # else somebody else's by now
                 router.router_replay = self._before[layer]
+        for hook in self._hooks:
+            hook.remove()
         self._attached = False
 
     @contextmanager
@@ -231,6 +242,7 @@ class MegatronReplay:
         if not self._attached or self._in_step:
             state = "inside step()" if self._in_step else "after detach()"
             raise ReplayError(f"step() {state}, expected one step at a time on an attached model")
+        check_settings(self._routers)  # they may have been changed since
         for layer in self._layers.values():
             layer.clear()
         self._in_step = True
@@ -247,16 +259,22 @@ class MegatronReplay:
         Rows without routing, and padding, are routed natively.
 
         Raises ReplayError for tokens other than those of the batch, for use outside `step` or
-        inside another microbatch, and on leaving if a router was never asked; SpecError for routing
+        inside another microbatch, in the forward pass if the model is fed something else than
+        `input_ids` or runs twice, and on leaving if a router was never asked; SpecError for routing
         of another model; TraceError for impossible expert ids.
         """
         if not self._in_step or self._current is not None:
             state = "outside step()" if not self._in_step else "inside another microbatch()"
             raise ReplayError(f"microbatch() {state}, expected one at a time inside step()")
+        if not isinstance(input_ids, torch.Tensor):
+            raise ReplayError(
+                f"input_ids is a {type(input_ids).__name__}, expected the tensor that the model "
+                "is fed"
+            )
         self._check_spec(batch)
         check_batch(batch)
         view = view_of(batch, input_ids.detach().cpu().numpy())
-        self._current = current = _Microbatch(batch, view.index)
+        self._current = current = _Microbatch(batch, view.index, input_ids)
         try:
             yield
         finally:
@@ -272,6 +290,31 @@ class MegatronReplay:
     def report(self) -> ReplayReport:
         """The counts of the current or last step. Synchronises with the device."""
         return ReplayReport({layer: r.counts() for layer, r in self._layers.items()})
+
+    def _check_fed(self, _embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The ids that the model is really given are those whose rows were worked out."""
+        if self._current is None:
+            return
+        fed, declared = args[0] if args else kwargs["input_ids"], self._current.input_ids
+        if fed is declared:
+            return
+        if fed.shape != declared.shape or not torch.equal(fed, declared.to(fed)):
+            raise ReplayError(
+                f"the model is fed input_ids of shape {list(fed.shape)}, expected those that were "
+                f"given to microbatch(), of shape {list(declared.shape)}, with the same values"
+            )
+
+    def _check_layout(self, router: Any, args: tuple[Any, ...]) -> None:
+        """Rows are right only if the router sees [s, b, hidden] of the declared [b, s]."""
+        if self._current is None:
+            return
+        b, s = self._current.input_ids.shape
+        found = list(args[0].shape[:2])
+        if found != [s, b]:
+            raise ReplayError(
+                f"layer {router.layer_number - 1}: the router sees {found} positions and "
+                f"sequences, expected {[s, b]} for the input_ids given to microbatch()"
+            )
 
     def _check_spec(self, batch: RoutingBatch) -> None:
         spec = batch.spec

@@ -70,7 +70,12 @@ def find_routers(model_chunks: Any) -> dict[int, Any]:
     """
     routers = named_routers(model_chunks)
     for layer, router in routers.items():
-        _check_settings(f"router of decoder layer {layer}", router)
+        if getattr(router.router_replay, "belongs_to_r3", False):
+            raise UnsupportedError(
+                f"router of decoder layer {layer} is already under replay: detach() the other one "
+                "first"
+            )
+    check_settings(routers)
     return routers
 
 
@@ -114,6 +119,16 @@ def named_routers(model_chunks: Any) -> dict[int, Any]:
     return dict(sorted(routers.items()))
 
 
+def find_embeddings(model_chunks: Any) -> list[Any]:
+    """The modules that are given `input_ids`; none on inner pipeline stages."""
+    from megatron.core.models.common.embeddings.language_model_embedding import (
+        LanguageModelEmbedding,
+    )
+
+    chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
+    return [m for _, m in _named_modules(chunks) if isinstance(m, LanguageModelEmbedding)]
+
+
 def _named_modules(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
     for i, chunk in enumerate(chunks):
         yield from chunk.named_modules(prefix=f"model[{i}]" if len(chunks) > 1 else "model")
@@ -142,9 +157,13 @@ def _check_megatron() -> None:
         )
 
 
+def check_settings(routers: dict[int, Any]) -> None:
+    """Raise UnsupportedError for the first setting under which replay would be ignored or wrong."""
+    for layer, router in routers.items():
+        _check_settings(f"router of decoder layer {layer}", router)
+
+
 def _check_settings(name: str, router: Any) -> None:
-    if getattr(router.router_replay, "belongs_to_r3", False):
-        raise UnsupportedError(f"{name} is already under replay: detach() the other one first")
     kinds = router.routing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         if kind not in _ROUTING_TYPES:

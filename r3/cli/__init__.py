@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 the input is at fault, 1 anything else; an error is one li
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def inspect(file: Path, as_json: bool) -> None:
         click.echo(json.dumps(summary, indent=2))
     else:
         render(summary, Console())
+    sys.stdout.flush()  # here, where a full disk can still be reported
 
 
 def main() -> None:
@@ -90,10 +92,14 @@ def main() -> None:
     except StageError as e:
         _fail(str(e), 1)
     except BrokenPipeError:  # `r3 inspect ... | head`
-        sys.stderr.close()
-        sys.exit(1)
+        os._exit(1)
+    except OSError as e:
+        print(f"r3: {e.strerror}", file=sys.stderr)
+        os._exit(1)  # nothing is left to be flushed into a stream that does not take it
 
 
 def _fail(text: str, code: int) -> None:
-    print(f"r3: {' '.join(text.split())}", file=sys.stderr)
+    # one line, and no control codes that a file may have brought
+    line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
+    print(f"r3: {line}", file=sys.stderr)
     sys.exit(code)

@@ -26,6 +26,8 @@ from r3.errors import MissingDependencyError, R3Error, SpecError, UnsupportedErr
 from r3.spec import RouterSpec
 
 _ROLLOUTS = 32
+_SPECIAL = 4  # token ids below it are eos, bos and pad in the tiny model
+_MAX_PROMPTS = 1 << 26  # bytes of a prompts file
 _NEEDS = {"vllm": "cpu", "megatron": "megatron", "transformers": "megatron"} | dict.fromkeys(
     ("jinja2", "matplotlib"), "report"
 )
@@ -47,8 +49,11 @@ def run_demo(
     file, log = out / "routing.r3", out / "demo.log"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for old in (file, log, out / "summary.json", out / "report.html"):
+        if any(out.iterdir()) and not log.exists():
+            raise R3Error(f"--out {out}: not empty and not the folder of an earlier demo")
+        for old in (log, file, out / "summary.json", out / "report.html"):
             old.unlink(missing_ok=True)
+        log.touch()
     except OSError as e:
         raise R3Error(f"cannot write to {out}: {e.strerror}") from None
 
@@ -58,6 +63,8 @@ def run_demo(
         if model is None:
             model = out / "tiny-qwen3-moe"
             run_isolated(_make_model, {"path": model, "seed": seed}, log, show)
+        else:
+            run_isolated(_check_trainer, {"model": model}, log, show)
         samples = max(1, _ROLLOUTS // len(chosen))
         run_isolated(
             _sample,
@@ -93,6 +100,12 @@ def _make_model(report: Report, **kwargs: Any) -> None:
     make_tiny_qwen3_moe(**kwargs)
 
 
+def _check_trainer(report: Report, **kwargs: Any) -> None:
+    from r3.cli.demo_stages import check_model
+
+    check_model(report, **kwargs)
+
+
 def _sample(report: Report, **kwargs: Any) -> int:
     from r3.cli.demo_stages import sample
 
@@ -115,7 +128,7 @@ def _check_model(model: Path) -> int:
         raise UnsupportedError(
             f"--model {model}: no config.json, so not a Hugging Face checkpoint"
         ) from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise UnsupportedError(f"--model {model}: config.json cannot be read: {e}") from None
     if not isinstance(config, dict):
         raise UnsupportedError(f"--model {model}: config.json is not a JSON object")
@@ -130,9 +143,12 @@ def _check_model(model: Path) -> int:
         )
     if not any(model.glob("*.safetensors")):
         raise UnsupportedError(f"--model {model}: no *.safetensors weights in the folder")
-    if type(config.get("vocab_size")) is not int:
-        raise UnsupportedError(f"--model {model}: config.json has no vocab_size")
-    return config["vocab_size"]
+    vocab_size = config.get("vocab_size")
+    if type(vocab_size) is not int or vocab_size <= _SPECIAL:
+        raise UnsupportedError(
+            f"--model {model}: vocab_size is {vocab_size!r}, expected more than {_SPECIAL}"
+        )
+    return vocab_size
 
 
 def _random_prompts(seed: int, vocab_size: int) -> list[dict[str, Any]]:
@@ -140,7 +156,7 @@ def _random_prompts(seed: int, vocab_size: int) -> list[dict[str, Any]]:
     rng = random.Random(seed)
 
     def tokens(n: int) -> list[int]:
-        return [rng.randrange(4, vocab_size) for _ in range(n)]  # below: eos, bos and pad
+        return [rng.randrange(_SPECIAL, vocab_size) for _ in range(n)]
 
     shared = [tokens(40) for _ in range(4)]
     return [{"prompt_token_ids": shared[i // 2] + tokens(rng.randint(4, 32))} for i in range(8)]
@@ -148,7 +164,11 @@ def _random_prompts(seed: int, vocab_size: int) -> list[dict[str, Any]]:
 
 def _read_prompts(path: Path, vocab_size: int) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open("rb") as stream:
+            data = stream.read(_MAX_PROMPTS + 1)
+        if len(data) > _MAX_PROMPTS:
+            raise R3Error(f"--prompts {path}: more than {_MAX_PROMPTS} bytes")
+        lines = data.decode("utf-8-sig").split("\n")
     except OSError as e:
         raise R3Error(f"--prompts {path}: {e.strerror}") from None
     except UnicodeDecodeError:
@@ -159,7 +179,7 @@ def _read_prompts(path: Path, vocab_size: int) -> list[dict[str, Any]]:
             continue
         try:
             value = json.loads(line)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise R3Error(f"--prompts {path}, line {number}: not JSON: {e}") from None
         text = value.get("prompt") if isinstance(value, dict) else None
         ids = value.get("prompt_token_ids") if isinstance(value, dict) else None
@@ -210,8 +230,11 @@ def _reporter(progress: Progress) -> Report:
 def _write(path: Path, text: str) -> None:
     """Write the whole file or none of it."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _table(s: dict[str, Any]) -> Table:

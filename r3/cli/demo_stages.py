@@ -16,7 +16,7 @@ import numpy as np
 
 from r3.batch import RoutingBatch
 from r3.disagreement import RoutingDisagreement
-from r3.errors import TraceError
+from r3.errors import TraceError, UnsupportedError
 from r3.identity import RolloutId
 from r3.mismatch import LogprobMismatch
 from r3.spec import RouterSpec
@@ -28,6 +28,30 @@ if TYPE_CHECKING:
     from r3.cli.isolate import Report
 
 _MICROBATCH = 8  # sequences per forward pass of the trainer
+
+
+def check_model(report: Report, *, model: Path) -> None:
+    """Raise UnsupportedError, before an engine starts, for a checkpoint that cannot be run here."""
+    report("checking the model", 0, 1)
+    from safetensors import SafetensorError, safe_open
+    from transformers import AutoConfig
+
+    from r3.trainer_hooks.megatron_cpu.qwen3_moe import check_config
+
+    try:
+        config = AutoConfig.from_pretrained(model).to_dict()
+    except Exception as e:  # transformers has no class for them
+        raise UnsupportedError(f"--model {model}: config.json is refused: {e}") from e
+    try:
+        check_config(config)
+    except UnsupportedError as e:
+        raise UnsupportedError(f"--model {model}: the demo's trainer: {e}") from None
+    for file in sorted(model.glob("*.safetensors")):
+        try:
+            with safe_open(file, "numpy"):
+                pass
+        except (SafetensorError, OSError) as e:
+            raise UnsupportedError(f"--model {model}: {file.name} cannot be read: {e}") from None
 
 
 def sample(
@@ -75,7 +99,10 @@ def sample(
             report("sampling with vLLM", int(self.n), int(self.total))
             return shown
 
-    outputs = llm.generate(prompts, sampling, use_tqdm=Progress)
+    try:
+        outputs = llm.generate(prompts, sampling, use_tqdm=Progress)
+    except ValueError as e:  # too long for the context, or for a tokenizer that is not there
+        raise UnsupportedError(f"vLLM refuses the prompts: {e}") from e
     with ShardWriter(file, RouterSpec.from_hf_config(llm.model_config.hf_text_config)) as shard:
         for group, output in enumerate(outputs):
             for i in range(samples):

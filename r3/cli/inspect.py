@@ -46,6 +46,7 @@ def summarize(path: str | os.PathLike[str]) -> dict[str, Any]:
     with ShardReader(path) as shard:
         spec = shard.spec
         load = np.zeros((len(spec.moe_layers), spec.num_experts), np.int64)
+        shard.rollout_ids  # noqa: B018  # refuses a rollout that is there twice
         for i in range(len(shard)):
             header = shard.header(i)
             for c in header.columns:

@@ -56,8 +56,8 @@ def run_isolated(
             process.join()
     if kind == "error":
         error_class, text = value
-        cls = getattr(errors, error_class, None)
-        if cls is not None:
+        cls = getattr(errors, error_class, StageError)
+        if issubclass(cls, errors.R3Error):
             raise cls(text)
         raise StageError(f"stage {name!r} failed: {text}; see {log}")
     return value
@@ -72,8 +72,8 @@ def _child(stage: Callable[..., Any], kwargs: dict[str, Any], log: str, pipe: Co
     except BaseException as e:
         traceback.print_exc()
         ours = next((c for c in _causes(e) if isinstance(c, errors.R3Error)), None)
-        known = ours or e
-        pipe.send(("error", (type(known).__name__, " ".join(str(known).split())[:500])))
+        text = str(ours) if ours else f"{type(e).__name__}: {e}"
+        pipe.send(("error", (type(ours or e).__name__, " ".join(text.split())[:500])))
     else:
         pipe.send(("result", result))
     finally:
@@ -85,4 +85,4 @@ def _child(stage: Callable[..., Any], kwargs: dict[str, Any], log: str, pipe: Co
 def _causes(error: BaseException | None) -> Any:
     while error is not None:
         yield error
-        error = error.__cause__ or error.__context__
+        error = error.__cause__

@@ -28,7 +28,7 @@ def build_gpt_model(hf_config: Any, *, dtype: torch.dtype = torch.float32, **set
     from megatron.core.transformer import TransformerConfig
 
     values = dict(hf_config) if isinstance(hf_config, Mapping) else hf_config.to_dict()
-    rope_theta = _check(values)
+    rope_theta = check_config(values)
     spec = RouterSpec.from_hf_config(values)
     moe_layers = set(spec.moe_layers)
     heads = values["num_attention_heads"]
@@ -78,7 +78,7 @@ def build_gpt_model(hf_config: Any, *, dtype: torch.dtype = torch.float32, **set
     )
 
 
-def _check(values: Mapping[str, Any]) -> float:
+def check_config(values: Mapping[str, Any]) -> float:
     """The base of the rotary embedding; raises UnsupportedError for what is not carried over."""
     if values.get("model_type") != "qwen3_moe":
         raise UnsupportedError(f"model_type is {values.get('model_type')!r}, expected 'qwen3_moe'")

@@ -16,7 +16,8 @@ from r3.errors import MissingDependencyError, UnsupportedError
 # (object, name, what it was before; _ABSENT if it had no such name)
 _ABSENT = object()
 _patched: list[tuple[Any, str, Any]] = []
-_started_here = False  # whether init_single_process made the process group
+# where the process group that init_single_process made keeps its store; None if it made none
+_store: tempfile.TemporaryDirectory[str] | None = None
 
 
 def install() -> None:
@@ -73,17 +74,16 @@ def init_single_process() -> None:
 
     Raises UnsupportedError if torch.distributed already runs with more than one rank.
     """
-    global _started_here
+    global _store
     install()
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     if not dist.is_initialized():
         # a file and not a port: nothing to collide with
-        folder = tempfile.mkdtemp(prefix="r3-gloo-")
-        store = dist.FileStore(str(Path(folder) / "store"), 1)
+        _store = tempfile.TemporaryDirectory(prefix="r3-gloo-", ignore_cleanup_errors=True)
+        store = dist.FileStore(str(Path(_store.name) / "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        _started_here = True
     elif dist.get_world_size() != 1:
         raise UnsupportedError(f"world size is {dist.get_world_size()}, expected 1")
     if not parallel_state.is_initialized():
@@ -92,13 +92,15 @@ def init_single_process() -> None:
 
 def destroy() -> None:
     """Undo `init_single_process`; a process group that somebody else made stays."""
-    global _started_here
+    global _store
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    if _started_here and dist.is_initialized():
-        dist.destroy_process_group()
-    _started_here = False
+    if _store is not None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _store.cleanup()
+        _store = None
     uninstall()
