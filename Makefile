@@ -23,18 +23,22 @@ export VLLM_NO_USAGE_STATS := 1
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# a virtual environment does not survive being moved: make it again in another folder
-ifneq ($(shell cat $(VENV)/.folder 2>/dev/null || pwd),$(CURDIR))
-$(shell rm -rf $(VENV))
+# a virtual environment that this file made does not survive being moved: make it again then
+HERE := $(shell pwd -P)
+MADE_IN := $(shell cat $(VENV)/.folder 2>/dev/null)
+ifneq ($(MADE_IN),$(HERE))
+.PHONY: $(READY)
 endif
 
 .PHONY: demo test test-fast test-full lint bench setup clean
 setup: $(READY)
 
 $(READY): pyproject.toml Makefile
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python" >&2; exit 1; }
+	@test -n "$(PYTHON)" && $(PYTHON) -c '' || { echo "Python 3.11 to 3.14 is needed; set PYTHON=/path/to/python" >&2; exit 1; }
+	@test -z "$(MADE_IN)" || test "$(MADE_IN)" = "$(HERE)" || rm -rf $(VENV)
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@printf '%s\n' '$(CURDIR)' > $(VENV)/.folder
+	@printf '%s\n' "$(HERE)" > $(VENV)/.folder
+	@echo "installing into $(VENV): 4 GB, two to three minutes"
 	@$(PY) -m pip install -q '$(TORCH)' || { echo "The package index has no $(TORCH): set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu and run make again" >&2; exit 1; }
 	$(PY) -m pip install -q '$(MEGATRON)' -e '.[cpu,megatron,report,dev]'
 	$(PY) -m pip uninstall -q -y $(BROKEN)

@@ -104,7 +104,7 @@ def provenance(engine: Any, sampling_params: Any = None) -> Provenance:
         },
         sampling={}
         if sampling_params is None
-        else {k: getattr(sampling_params, k) for k in _SAMPLING},
+        else {k: getattr(sampling_params, k) for k in _SAMPLING} | {"engine_seed": model.seed},
     )
 
 

@@ -134,8 +134,9 @@ def find_suspicious(
     same &= (valid[1:] & valid[:-1])[:, None]
     equal = same.all(axis=-1)
     everywhere, first = _longest_run(equal)
-    # how often neighbours are equal elsewhere; a skewed router with few experts has long runs too
-    elsewhere = (int(equal.sum()) - everywhere) / max(len(equal) - everywhere, 1)
+    # how common the repeated row is elsewhere: a skewed router with few experts has long runs too
+    common = int((ordered == ordered[first]).all(axis=(1, 2)).sum()) - everywhere - 1
+    elsewhere = max(common, 0) / max(rows - everywhere - 1, 1)
     if (
         everywhere + 1 >= _REPEATED_ROWS
         and len(equal) * elsewhere**everywhere < _BY_CHANCE

@@ -102,6 +102,13 @@ def test_demo_refuses_models_it_cannot_run(tmp_path):
         model("broken", "{"): "config.json cannot be read",
         model("list", []): "not a JSON object",
         model("short", {"model_type": "qwen3_moe", "num_experts": 8}): "num_hidden_layers",
+        model(
+            "types", {"model_type": "qwen3_moe", "num_experts": 8, **sizes, "mlp_only_layers": 5}
+        ): ("malformed"),
+        model("deep", "[" * 100_000): "config.json cannot be read",
+        model("small", {"model_type": "qwen3_moe", "num_experts": 8, **sizes, "vocab_size": 3}): (
+            "vocab_size is 3"
+        ),
         model("bare", {"model_type": "qwen3_moe", "num_experts": 8, **sizes}, False): "weights",
     }
     for path, words in cases.items():
@@ -125,8 +132,19 @@ def test_demo_refuses_bad_prompts_and_folders(tmp_path):
     prompts.write_bytes(b"\xff\xfe")
     assert_one_line_and_exit_2(r3_command("demo", "--out", out, "--prompts", prompts), "UTF-8")
     assert not out.exists()
+    prompts.write_text('{"prompt": "text"}')
+    done = r3_command("demo", "--out", out, "--prompts", prompts)
+    assert_one_line_and_exit_2(done, "text needs a tokenizer")
     out.write_text("a file")
     assert_one_line_and_exit_2(r3_command("demo", "--out", out), str(out))
+
+
+def test_demo_leaves_a_folder_of_somebody_else_alone(tmp_path):
+    (tmp_path / "routing.r3").write_text("precious")
+    done = r3_command("demo", "--out", tmp_path)
+    assert_one_line_and_exit_2(done, str(tmp_path), "not empty")
+    assert (tmp_path / "routing.r3").read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.slow
@@ -155,6 +173,27 @@ def test_demo_shows_disagreement_and_removes_it(seed, tmp_path):
         assert all(t.valid.all() and t.logprobs is not None for t in shard)
     shown = r3_command("inspect", tmp_path / "routing.r3", "--json")
     assert json.loads(shown.stdout)["missing_rows"] == 0
+
+
+@pytest.mark.slow
+def test_demo_refuses_checkpoints_before_sampling(tmp_path):
+    from tiny_models import make_model
+
+    model = make_model("qwen3_moe", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    weights = (model / "model.safetensors").read_bytes()
+    for change, content, words in (
+        ({"hidden_act": "gelu"}, weights, "hidden_act is 'gelu'"),
+        ({"num_hidden_layers": "4"}, weights, "malformed"),
+        ({}, weights[:-100], "model.safetensors cannot be read"),
+    ):
+        (model / "config.json").write_text(json.dumps(config | change))
+        (model / "model.safetensors").write_bytes(content)
+        done = r3_command("demo", "--out", tmp_path / "out", "--model", model)
+        assert done.returncode == 2, done.stderr
+        assert words in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "out" / "routing.r3").exists()
 
 
 @pytest.mark.slow

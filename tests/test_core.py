@@ -431,3 +431,27 @@ def test_batch():
     other = build(3, RouterSpec(64, 4, (0, 1, 2), 5), rollout_id=RolloutId("c"))
     with pytest.raises(r3.TraceError, match=r"c/0/0/0/0.*a/0/0/0/0"):
         RoutingBatch.from_traces([a, other])
+
+
+# --- what is suspicious and what is not
+
+
+def test_looping_tokens_and_skewed_routers_are_not_suspicious():
+    """Honest repetition: a rollout that loops over two tokens, one layer that has a favourite."""
+    rng = np.random.default_rng(3)
+    ids, tokens = np.repeat(random_ids(1), 200, axis=0), np.arange(200) % 2
+    assert find_suspicious(ids, SPEC, token_ids=tokens) == []
+    assert [f.kind for f in find_suspicious(ids, SPEC)] == ["repeated_rows"]
+    top_1 = RouterSpec(4, 1, (0,), 1)
+    tokens = rng.integers(0, 999, 1000)
+    for _ in range(50):
+        skewed = rng.choice(4, (1000, 1, 1), p=[0.75, 0.15, 0.05, 0.05])
+        assert find_suspicious(skewed, top_1, token_ids=tokens) == []
+
+
+def test_profiling_rows_before_real_ones_are_found():
+    """The shape of a real log: thousands of equal rows, then routing; some tokens repeat."""
+    rng = np.random.default_rng(4)
+    ids = np.concatenate([np.repeat(random_ids(1), 900, axis=0), random_ids(300, seed=5)])
+    (found,) = find_suspicious(ids, SPEC, token_ids=rng.integers(0, 50, 1200))
+    assert (found.kind, found.layer, found.rows, found.first_row) == ("repeated_rows", None, 900, 0)

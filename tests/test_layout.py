@@ -221,3 +221,20 @@ def test_the_package_imports_neither_torch_nor_megatron() -> None:
         "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=4), st.booleans())
+def test_router_rows_return_to_their_tokens(lengths: list[int], packed: bool) -> None:
+    sequences = distinct(lengths)
+    batch = make_batch(sequences)
+    width = max(lengths)
+    ids = (
+        [list(itertools.chain(*sequences))]
+        if packed
+        else [s + [0] * (width - len(s)) for s in sequences]
+    )
+    view = view_of(batch, np.array(ids))
+    seen = np.array(ids).T.reshape(-1)  # what a router sees of [b, s], s-major
+    assert np.array_equal(view.to_tokens(seen, batch.num_tokens), batch.token_ids)
+    with pytest.raises(ReplayError, match=r"router rows, expected"):
+        view.to_tokens(seen[1:], batch.num_tokens)

@@ -8,6 +8,7 @@ import re
 import tracemalloc
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -710,3 +711,16 @@ def test_the_example_on_the_page(tmp_path):
     assert json.loads(headers.group(2)) == header_and_payload(trace)[0]
     path.write_bytes(b"".join(bytes.fromhex(line[6:53]) for line in block.splitlines()))
     assert_same(read_all(path)[0], trace)
+
+
+def test_threads_share_a_writer(tmp_path):
+    spec = RouterSpec(64, 8, tuple(range(24)), 24)
+    traces = [make_trace(spec, 200, seed) for seed in range(24)]
+    with ShardWriter(tmp_path / "a.r3", spec) as writer:
+        with ThreadPoolExecutor(4) as pool:
+            places = list(pool.map(writer.append, [*traces, *traces]))
+        assert len(writer) == 24
+    assert places[:24] == places[24:]
+    with ShardReader(tmp_path / "a.r3") as reader:
+        for trace, place in zip(traces, places, strict=False):
+            assert_same(reader[place], trace)

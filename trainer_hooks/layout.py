@@ -32,6 +32,18 @@ class RankView:
 
     index: np.ndarray
 
+    def to_tokens(self, rows: np.ndarray, num_tokens: int) -> np.ndarray:
+        """What the routers saw or chose, [rows, ...], in the order of the batch: [num_tokens, ...].
+
+        Zeros for tokens that were not forwarded.
+        """
+        if len(rows) != len(self.index):
+            raise ReplayError(f"{len(rows)} router rows, expected {len(self.index)}")
+        tokens = np.zeros((num_tokens, *rows.shape[1:]), rows.dtype)
+        seen = self.index >= 0
+        tokens[self.index[seen]] = rows[seen]
+        return tokens
+
 
 def view_of(batch: RoutingBatch, input_ids: np.ndarray) -> RankView:
     """Align `input_ids`, integers [b, s] or [1, T], with `batch`.

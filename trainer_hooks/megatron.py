@@ -66,6 +66,15 @@ class ReplayReport:
         """The sum over layers: rows become cells."""
         return sum(self.layers.values(), LayerCounts())
 
+    def __str__(self) -> str:
+        names = [f.name for f in dataclasses.fields(LayerCounts)]
+        lines = ["layer  " + "  ".join(names)]
+        for layer, counts in [*self.layers.items(), ("total", self.total)]:
+            values = dataclasses.astuple(counts)
+            cells = (f"{v:>{len(n)}}" for n, v in zip(names, values, strict=True))
+            lines.append(f"{layer:>5}  " + "  ".join(cells))
+        return "\n".join(lines)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values: {"total": {...}, "layers": {layer: {...}}}."""
         return {

@@ -52,7 +52,8 @@ def app() -> None:
 def demo(out: Path, model: Path | None, prompts: Path | None, max_tokens: int, seed: int) -> None:
     """Sample with vLLM (bfloat16), store the routing, replay it in Megatron-core (float32).
 
-    Leaves routing.r3, summary.json and report.html in the results folder.
+    32 rollouts in all, several per prompt where there are fewer prompts. Leaves routing.r3,
+    summary.json, report.html and demo.log in the results folder.
     """
     from r3.cli.demo import run_demo
 

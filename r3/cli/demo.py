@@ -46,6 +46,11 @@ def run_demo(
     chosen = (
         _random_prompts(seed, vocab_size) if prompts is None else _read_prompts(prompts, vocab_size)
     )
+    if any("prompt" in p for p in chosen) and not (model and _has_tokenizer(model)):
+        raise UnsupportedError(
+            f"--prompts {prompts}: text needs a tokenizer, and "
+            f"{model or 'the tiny model'} has none; give prompt_token_ids"
+        )
     file, log = out / "routing.r3", out / "demo.log"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -149,6 +154,10 @@ def _check_model(model: Path) -> int:
             f"--model {model}: vocab_size is {vocab_size!r}, expected more than {_SPECIAL}"
         )
     return vocab_size
+
+
+def _has_tokenizer(model: Path) -> bool:
+    return any((model / f"tokenizer{x}").exists() for x in (".json", "_config.json", ".model"))
 
 
 def _random_prompts(seed: int, vocab_size: int) -> list[dict[str, Any]]:

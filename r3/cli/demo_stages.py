@@ -124,6 +124,7 @@ def recompute(report: Report, *, model: Path, file: Path) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig
 
+    from r3.trainer_hooks.layout import view_of
     from r3.trainer_hooks.megatron import MegatronReplay
     from r3.trainer_hooks.megatron_cpu.qwen3_moe import build_gpt_model, load_hf_weights
     from r3.trainer_hooks.megatron_cpu.shim import init_single_process
@@ -146,18 +147,19 @@ def recompute(report: Report, *, model: Path, file: Path) -> dict[str, Any]:
     sampler: list[np.ndarray] = []
     with MegatronReplay(gpt) as replay, torch.no_grad():
         for i, batch in enumerate(batches):
-            input_ids, rows = _right_padded(batch)
+            input_ids = _right_padded(batch)
+            view = view_of(batch, input_ids.numpy())
             sampled = ~np.isnan(batch.logprobs)
             sampler.append(batch.logprobs[sampled])
             for name in _PASSES:
                 report(f"recomputing in Megatron-core, {name}", i, len(batches))
                 with record_routing(gpt) as forwards:
                     if name == "native":
-                        logprobs = _logprobs(gpt, input_ids, rows)
+                        logprobs = _logprobs(gpt, input_ids, batch)
                     else:
                         with replay.step(), replay.microbatch(batch, input_ids=input_ids):
-                            logprobs = _logprobs(gpt, input_ids, rows)
-                used = _packed(forwards[0], input_ids.shape, rows)
+                            logprobs = _logprobs(gpt, input_ids, batch)
+                used = view.to_tokens(forwards[0], batch.num_tokens)
                 differs[name] += RoutingDisagreement.between(
                     batch.routed_experts, used, batch.valid, spec
                 )
@@ -172,33 +174,23 @@ def recompute(report: Report, *, model: Path, file: Path) -> dict[str, Any]:
 _PASSES = ("native", "replay")
 
 
-def _right_padded(batch: RoutingBatch) -> tuple[torch.Tensor, np.ndarray]:
-    """input_ids [b, s] and, for each packed token, its index in the flattened [b, s]."""
+def _right_padded(batch: RoutingBatch) -> torch.Tensor:
+    """input_ids int64 [b, s], one row per sequence."""
     import torch
 
-    lengths = np.diff(batch.cu_seqlens)
-    width = int(lengths.max())
-    sequence = np.repeat(np.arange(len(batch)), lengths)
-    position = np.arange(batch.num_tokens) - batch.cu_seqlens[sequence]
-    rows = sequence * width + position
-    input_ids = np.zeros(len(batch) * width, np.int64)
-    input_ids[rows] = batch.token_ids
-    return torch.from_numpy(input_ids.reshape(len(batch), width)), rows
+    sequences = [torch.from_numpy(x) for x in np.split(batch.token_ids, batch.cu_seqlens[1:-1])]
+    return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).long()
 
 
-def _logprobs(gpt: Any, input_ids: torch.Tensor, rows: np.ndarray) -> np.ndarray:
+def _logprobs(gpt: Any, input_ids: torch.Tensor, batch: RoutingBatch) -> np.ndarray:
     """The trainer's log-probability of each packed token; NaN for the first of a sequence."""
     from r3.trainer_hooks.megatron_cpu.qwen3_moe import token_logprobs
 
     values = token_logprobs(gpt, input_ids).double().numpy()  # [b, s - 1], of tokens 1..s-1
-    first = np.full((len(values), 1), np.nan)
-    return np.concatenate([first, values], axis=1).reshape(-1)[rows]
-
-
-def _packed(ids: np.ndarray, shape: tuple[int, ...], rows: np.ndarray) -> np.ndarray:
-    """Router rows [s * b, layers, top_k] (sequence-major, as routers flatten) to packed tokens."""
-    b, s = shape
-    return ids.reshape(s, b, *ids.shape[1:]).swapaxes(0, 1).reshape(b * s, *ids.shape[1:])[rows]
+    lengths = np.diff(batch.cu_seqlens)
+    return np.concatenate(
+        [np.append(np.nan, row[: n - 1]) for row, n in zip(values, lengths, strict=True)]
+    )
 
 
 def _kv_cache_bytes(model: Path) -> int:

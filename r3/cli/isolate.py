@@ -36,7 +36,7 @@ def run_isolated(
     process = context.Process(target=_child, args=(stage, kwargs, str(log), theirs))
     process.start()
     theirs.close()
-    name, kind = stage.__name__, ""
+    name, kind = stage.__name__.strip("_"), ""
     value: Any = None
     try:
         while kind not in ("result", "error"):
