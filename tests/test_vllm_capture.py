@@ -48,6 +48,7 @@ def test_rows_equal_hugging_face(family, multiprocessing, model_dir, run_engine,
         cells, differ, near = cells + wrong.size, differ + wrong.sum(), near + tie.sum()
         shifted = (rows[:-1] != experts[1:-1]).any(axis=-1) & ~tie[1:]
         shifted_differ += shifted.sum()
+    print(f"{family}: {load}, {cells} cells, {differ} differ, {near} near-ties")  # pytest -s
     assert cells >= 20_000
     assert near <= 0.01 * cells, "too many near-ties for the comparison to mean anything"
     assert differ <= near
