@@ -35,6 +35,12 @@ class RoutingDisagreement:
     layers_per_token: np.ndarray
 
     @classmethod
+    def zero(cls, spec: RouterSpec) -> RoutingDisagreement:
+        """Nothing compared yet: where a sum starts."""
+        n = len(spec.moe_layers)
+        return cls(spec, 0, np.zeros(n, int), np.zeros(n, int), np.zeros(n + 1, int))
+
+    @classmethod
     def between(
         cls, a: np.ndarray, b: np.ndarray, valid: np.ndarray, spec: RouterSpec
     ) -> RoutingDisagreement:
@@ -46,10 +52,7 @@ class RoutingDisagreement:
         for name, ids in (("first routing", a), ("second routing", b)):
             check_shape_and_range(ids, valid, spec, name)
             check_distinct(ids, valid, spec, name)
-        layers = len(spec.moe_layers)
-        total = cls(
-            spec, 0, np.zeros(layers, int), np.zeros(layers, int), np.zeros(layers + 1, int)
-        )
+        total = cls.zero(spec)
         rows = np.flatnonzero(valid)
         for i in range(0, len(rows), _CHUNK):
             part = rows[i : i + _CHUNK]
@@ -61,7 +64,7 @@ class RoutingDisagreement:
                 len(part),
                 differs.sum(axis=0),
                 missing.sum(axis=0),
-                np.bincount(differs.sum(axis=1), minlength=layers + 1),
+                np.bincount(differs.sum(axis=1), minlength=len(spec.moe_layers) + 1),
             )
         return total
 

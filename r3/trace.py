@@ -80,10 +80,6 @@ class RoutingTrace:
         All arrays are copied.
         """
         rollout_id = rollout_id or RolloutId.unique()
-        if isinstance(prompt_len, bool) or not isinstance(prompt_len, int | np.integer):
-            raise TraceError(
-                f"rollout {rollout_id}: prompt_len is {prompt_len!r}, expected an integer"
-            )
         where = f"rollout {rollout_id}"
         tokens = np.asarray(token_ids)
         if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
@@ -91,6 +87,7 @@ class RoutingTrace:
                 f"{where}: token_ids has shape {list(tokens.shape)} and dtype {tokens.dtype}, "
                 "expected at least one integer in one dimension"
             )
+        _check_prompt_len(prompt_len, len(tokens), where)
         ids = spec.select_moe_layers(np.asarray(routed_experts))
         mask = np.ones(len(tokens) - 1, bool) if valid is None else np.asarray(valid)
         if mask.shape != (len(tokens) - 1,) or mask.dtype != bool:
@@ -110,7 +107,7 @@ class RoutingTrace:
             columns["valid"] = Column(mask.copy(), "row")
         if logprobs is not None:
             values = np.array(logprobs, dtype=np.float32)
-            if 0 <= prompt_len <= len(tokens) and values.shape == (len(tokens) - prompt_len,):
+            if values.shape == (len(tokens) - prompt_len,):
                 values = np.concatenate([np.full(prompt_len, np.nan, np.float32), values])
             columns["logprobs"] = Column(values, "token")
         for name, column in (extra or {}).items():
@@ -144,11 +141,7 @@ class RoutingTrace:
         n = len(self.columns["token_ids"].data)
         if not 1 <= n < MAX_TOKENS:
             raise TraceError(f"{where}: {n} tokens, expected 1 to {MAX_TOKENS - 1}")
-        prompt_len = self.prompt_len
-        if isinstance(prompt_len, bool) or not isinstance(prompt_len, int | np.integer):
-            raise TraceError(f"{where}: prompt_len is {prompt_len!r}, expected an integer")
-        if not 0 <= prompt_len <= n:
-            raise TraceError(f"{where}: prompt_len is {prompt_len}, expected 0..{n} tokens")
+        _check_prompt_len(self.prompt_len, n, where)
         for name, column in self.columns.items():
             if column.align not in ALIGNMENTS:
                 raise TraceError(
@@ -289,6 +282,13 @@ _KNOWN: dict[str, tuple[str, tuple[str, ...], int]] = {
     "valid": ("row", ("bool",), 1),
     "logprobs": ("token", ("float32",), 1),
 }
+
+
+def _check_prompt_len(prompt_len: object, tokens: int, where: str) -> None:
+    if isinstance(prompt_len, bool) or not isinstance(prompt_len, int | np.integer):
+        raise TraceError(f"{where}: prompt_len is {prompt_len!r}, expected an integer")
+    if not 0 <= prompt_len <= tokens:
+        raise TraceError(f"{where}: prompt_len is {prompt_len}, expected 0..{tokens} tokens")
 
 
 def _as_int32(tokens: np.ndarray, where: str) -> np.ndarray:

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from r3 import FormatError, RolloutId, RouterSpec, RoutingBatch, RoutingTrace, UnsupportedError
-
-torch = pytest.importorskip("torch")
-for _module in ("megatron", "transformers"):  # looked up, not imported: collecting stays fast
-    if find_spec(_module) is None:
-        pytest.skip(f"{_module} is not installed", allow_module_level=True)
-
-from r3.trainer_hooks import MegatronReplay  # noqa: E402
-from r3.trainer_hooks.megatron_cpu import shim  # noqa: E402
-from r3.trainer_hooks.megatron_cpu.qwen3_moe import (  # noqa: E402
+from r3.trainer_hooks import MegatronReplay
+from r3.trainer_hooks.megatron_cpu import shim
+from r3.trainer_hooks.megatron_cpu.qwen3_moe import (
     build_gpt_model,
     load_hf_weights,
     token_logprobs,
 )
-from r3.trainer_hooks.megatron_recorder import record_routing  # noqa: E402
+from r3.trainer_hooks.megatron_recorder import record_routing
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
 

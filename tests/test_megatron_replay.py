@@ -8,11 +8,11 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from r3 import (
     MissingDependencyError,
@@ -25,18 +25,13 @@ from r3 import (
     TraceError,
     UnsupportedError,
 )
-
-torch = pytest.importorskip("torch")
-if find_spec("megatron") is None:  # looked up, not imported: collecting stays fast
-    pytest.skip("megatron-core is not installed", allow_module_level=True)
-
-from r3.trainer_hooks import MegatronReplay  # noqa: E402
-from r3.trainer_hooks.megatron_cpu import shim  # noqa: E402
-from r3.trainer_hooks.megatron_cpu.qwen3_moe import (  # noqa: E402
+from r3.trainer_hooks import MegatronReplay
+from r3.trainer_hooks.megatron_cpu import shim
+from r3.trainer_hooks.megatron_cpu.qwen3_moe import (
     build_gpt_model,
     token_logprobs,
 )
-from r3.trainer_hooks.megatron_recorder import record_routing  # noqa: E402
+from r3.trainer_hooks.megatron_recorder import record_routing
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -90,10 +90,9 @@ def named_routers(model_chunks: Any) -> dict[int, Any]:
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
     from megatron.core.transformer.moe.router import Router, TopKRouter
 
-    chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
     routers: dict[int, Any] = {}
     names: dict[int, str] = {}
-    for name, module in _named_modules(chunks):
+    for name, module in _named_modules(model_chunks):
         if isinstance(module, BaseMoELayer):
             name, module = f"{name}.router", module.router
         elif not isinstance(module, Router):
@@ -125,23 +124,28 @@ def find_embeddings(model_chunks: Any) -> list[Any]:
         LanguageModelEmbedding,
     )
 
+    return [m for _, m in _named_modules(model_chunks) if isinstance(m, LanguageModelEmbedding)]
+
+
+def _named_modules(model_chunks: Any) -> Iterator[tuple[str, Any]]:
     chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
-    return [m for _, m in _named_modules(chunks) if isinstance(m, LanguageModelEmbedding)]
-
-
-def _named_modules(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
     for i, chunk in enumerate(chunks):
         yield from chunk.named_modules(prefix=f"model[{i}]" if len(chunks) > 1 else "model")
 
 
-def _check_megatron() -> None:
+def megatron_version() -> str:
+    """Its version. Raises MissingDependencyError where Megatron-core is not installed."""
     try:
         import megatron.core
     except ImportError as e:
         raise MissingDependencyError(
             "megatron-core is not installed: pip install 'rollout-routing-replay[megatron]'"
         ) from e
-    version = megatron.core.__version__
+    return megatron.core.__version__
+
+
+def _check_megatron() -> None:
+    version = megatron_version()
     if tuple(int(x) for x in version.split(".")[:2]) < (0, 16):
         raise UnsupportedError(
             f"megatron-core is version {version}, expected 0.16 or later: earlier routers do not "

@@ -111,10 +111,10 @@ def _check_trainer(report: Report, **kwargs: Any) -> None:
     check_model(report, **kwargs)
 
 
-def _sample(report: Report, **kwargs: Any) -> int:
+def _sample(report: Report, **kwargs: Any) -> None:
     from r3.cli.demo_stages import sample
 
-    return sample(report, **kwargs)
+    sample(report, **kwargs)
 
 
 def _recompute(report: Report, **kwargs: Any) -> dict[str, Any]:

@@ -63,11 +63,8 @@ def sample(
     max_tokens: int,
     seed: int,
     file: Path,
-) -> int:
-    """Sample `samples` rollouts per prompt in bfloat16 and write their traces to `file`.
-
-    Returns the number of traces.
-    """
+) -> None:
+    """Sample `samples` rollouts per prompt in bfloat16 and write their traces to `file`."""
     report("starting vLLM", 0, 1)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from tqdm import tqdm
@@ -115,7 +112,6 @@ def sample(
                         completion=i,
                     )
                 )
-        return len(outputs) * samples
 
 
 def recompute(report: Report, *, model: Path, file: Path) -> dict[str, Any]:
@@ -141,8 +137,7 @@ def recompute(report: Report, *, model: Path, file: Path) -> dict[str, Any]:
             RoutingBatch.from_traces([shard[j] for j in range(i, min(i + _MICROBATCH, len(shard)))])
             for i in range(0, len(shard), _MICROBATCH)
         ]
-    none = np.zeros((0, len(spec.moe_layers), spec.top_k), spec.dtype)
-    differs = {k: RoutingDisagreement.between(none, none, none[:, 0, 0] > 0, spec) for k in _PASSES}
+    differs = {k: RoutingDisagreement.zero(spec) for k in _PASSES}
     trainer: dict[str, list[np.ndarray]] = {k: [] for k in _PASSES}
     sampler: list[np.ndarray] = []
     with MegatronReplay(gpt) as replay, torch.no_grad():

@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from r3.errors import MissingDependencyError, UnsupportedError
+from r3.errors import UnsupportedError
+from r3.trainer_hooks.megatron_routers import megatron_version
 
 # (object, name, what it was before; _ABSENT if it had no such name)
 _ABSENT = object()
@@ -35,16 +36,10 @@ def install() -> None:
             "r3.trainer_hooks.megatron_cpu on a machine with CUDA, expected one without: use "
             "Megatron-core as it is"
         )
-    try:
-        import megatron.core
-        from megatron.core.transformer.moe import moe_utils
-    except ImportError as e:
-        raise MissingDependencyError(
-            "megatron-core is not installed: pip install 'rollout-routing-replay[megatron]'"
-        ) from e
-    version = megatron.core.__version__
+    version = megatron_version()
     if not version.startswith("0.16."):
         raise UnsupportedError(f"megatron-core is version {version}, expected 0.16 on a CPU")
+    from megatron.core.transformer.moe import moe_utils
 
     # Routers and buffers are created on, and moved to, torch.cuda.current_device(); a torch.device
     # is accepted wherever its index is.
