@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from r3.engine_hooks.rows import unpack
 from r3.errors import CaptureError, RawLogprobsWarning
 from r3.identity import Provenance, RolloutId
 from r3.spec import RouterSpec
@@ -69,12 +70,16 @@ def trace_from_output(
                 "was the request aborted before its first token?"
             )
         rows = np.zeros((0, len(spec.moe_layers), spec.top_k), spec.dtype)
+    versions = None
+    if rows.ndim == 4:  # our hook's; vLLM's own have three axes and no versions
+        rows, versions = unpack(rows, spec)
     return RoutingTrace.build(
         spec=spec,
         token_ids=np.asarray(prompt + sampled, np.int64),
         routed_experts=rows,
         prompt_len=len(prompt),
         logprobs=_sampled_logprobs(result, config, where),
+        weight_versions=versions,
         rollout_id=rollout_id,
         provenance=provenance(config, sampling_params),
     )

@@ -29,6 +29,7 @@ from r3.errors import (  # noqa: E402
     UnsupportedError,
 )
 from r3.identity import Provenance, RolloutId  # noqa: E402
+from r3.merge import merge_prefill_decode  # noqa: E402
 from r3.spec import RouterSpec  # noqa: E402
 from r3.trace import Column, RoutingTrace  # noqa: E402
 
@@ -52,4 +53,5 @@ __all__ = [
     "SuspiciousRoutingWarning",
     "TraceError",
     "UnsupportedError",
+    "merge_prefill_decode",
 ]

@@ -6,6 +6,7 @@ deliver, is `valid == False` and is routed natively by the trainer.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -41,6 +42,13 @@ class RoutingBatch:
         traces = list(traces)
         if not traces:
             raise TraceError("a batch needs at least one trace, got none")
+        for i, trace in enumerate(traces):
+            if not isinstance(trace, RoutingTrace):  # an engine's None for a sample without rows
+                raise TraceError(
+                    f"trace {i} of {len(traces)} is {reprlib.repr(trace)}, expected a "
+                    "RoutingTrace; a sample without rows is one whose rows are all -1, or is left "
+                    "out"
+                )
         spec = traces[0].spec
         for trace in traces:
             if trace.spec != spec:

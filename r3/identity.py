@@ -63,18 +63,22 @@ class RolloutId:
 class Provenance:
     """What produced a trace: whatever can explain why a trainer disagrees with it.
 
-    Empty text means not known. `sampling` and `parallel` hold plain values (numbers, text);
-    `extra` is carried through unread.
+    Empty text and None mean not known. `head_dtype` is that of the logits (the LM head);
+    `batch_invariant`: whether a token's result does not depend on the batch it is in. `sampling`
+    and `parallel` hold plain values (numbers, text); `extra` is carried through unread.
     """
 
     engine: str = ""
     engine_version: str = ""
     model: str = ""
+    model_revision: str = ""
     dtype: str = ""
+    head_dtype: str = ""
     quantization: str = ""
     kv_cache_dtype: str = ""
     attention_backend: str = ""
     moe_kernel: str = ""
+    batch_invariant: bool | None = None
     device: str = ""
     logprobs_mode: str = ""
     parallel: Mapping[str, int] = field(default_factory=dict)
@@ -83,19 +87,17 @@ class Provenance:
 
     def __post_init__(self) -> None:
         for name, value in self._items():
-            kind = Mapping if name in ("parallel", "sampling", "extra") else str
+            kind, expected = _KINDS.get(name, (str, "text"))
             if not isinstance(value, kind):
-                raise TraceError(
-                    f"Provenance.{name} is {value!r}, expected "
-                    f"{'text' if kind is str else 'a mapping'}"
-                )
+                raise TraceError(f"Provenance.{name} is {value!r}, expected {expected}")
 
     def _items(self) -> list[tuple[str, Any]]:
         return [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values without the unknown ones."""
-        return {k: dict(v) if isinstance(v, Mapping) else v for k, v in self._items() if v}
+        known = ((k, v) for k, v in self._items() if v or v is False)
+        return {k: dict(v) if isinstance(v, Mapping) else v for k, v in known}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Provenance:
@@ -108,3 +110,12 @@ class Provenance:
         fields = {k: v for k, v in values.items() if k in known}
         made = cls(**fields)
         return dataclasses.replace(made, extra={**made.extra, **extra}) if extra else made
+
+
+# fields of Provenance that are not text
+_KINDS: dict[str, tuple[Any, str]] = {
+    "parallel": (Mapping, "a mapping"),
+    "sampling": (Mapping, "a mapping"),
+    "extra": (Mapping, "a mapping"),
+    "batch_invariant": (bool | None, "True, False or None"),
+}

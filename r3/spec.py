@@ -1,4 +1,4 @@
-"""What a model's routers look like: RouterSpec, and the only place that reads model configs.
+"""What a model's routers look like: RouterSpec. Model configs are read in r3.families.
 
 Every array of expert ids in this project has its layer axis in the order of
 `RouterSpec.moe_layers`, so dense layers never appear as rows of zeros.
@@ -7,13 +7,14 @@ Every array of expert ids in this project has its layer axis in the order of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from r3.errors import SpecError, UnsupportedError
+from r3.errors import SpecError
+from r3.families import router_fields
 
 MAX_EXPERTS = 65536
 MAX_TOP_K = 64
@@ -134,59 +135,9 @@ class RouterSpec:
     def from_hf_config(cls, config: Any) -> RouterSpec:
         """The routers of a Hugging Face model, from its config object or config.json as a mapping.
 
-        Raises UnsupportedError for a dense model and for a family that is not known here; the
-        message says which fields to give by hand.
+        `r3.families` says which families are known; the language model of a multimodal config is
+        found. Raises UnsupportedError for a dense model and for a family that is not known; the
+        message says which fields to give by hand. Raises SpecError for a missing or malformed
+        field.
         """
-        values = dict(config) if isinstance(config, Mapping) else config.to_dict()
-        family = values.get("model_type")
-        reader = _FAMILIES.get(str(family))
-        if reader is None:
-            if not _num_experts(values):
-                raise UnsupportedError(
-                    f"model_type {family!r} has no routed experts in its config: "
-                    "a dense model has no routing to capture or replay"
-                )
-            raise UnsupportedError(
-                f"model_type {family!r} is not a family that this version knows "
-                f"(known: {', '.join(sorted(_FAMILIES))}). Give its routers by hand: "
-                "RouterSpec(num_experts=..., top_k=..., moe_layers=(0-based decoder layers with a "
-                "router), num_layers=(all decoder layers), score_function='softmax' or 'sigmoid')"
-            )
-        try:
-            return reader(values)
-        except KeyError as e:
-            raise SpecError(f"config of model_type {family!r} has no field {e}") from None
-        except (TypeError, ArithmeticError) as e:  # fields of a type that no config has
-            raise SpecError(f"config of model_type {family!r} is malformed: {e}") from None
-
-
-def _num_experts(c: Mapping[str, Any]) -> int:
-    # one count, four names; transformers 5 renamed some when it writes a config back
-    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-        if c.get(name):
-            return c[name]
-    return 0
-
-
-def _qwen3_moe(c: Mapping[str, Any]) -> RouterSpec:
-    # a layer is sparse unless listed in mlp_only_layers, at every decoder_sparse_step-th layer
-    # (transformers, modeling_qwen3_moe.py, Qwen3MoeDecoderLayer)
-    num_layers, num_experts = c["num_hidden_layers"], _num_experts(c)
-    step, dense = c.get("decoder_sparse_step") or 1, set(c.get("mlp_only_layers") or ())
-    layers = [i for i in range(num_layers) if i not in dense and (i + 1) % step == 0]
-    if not num_experts or not layers:
-        raise UnsupportedError("this qwen3_moe config has no sparse layer: nothing to capture")
-    return RouterSpec(num_experts, c["num_experts_per_tok"], tuple(layers), num_layers)
-
-
-def _mixtral(c: Mapping[str, Any]) -> RouterSpec:
-    num_layers = c["num_hidden_layers"]
-    return RouterSpec(
-        _num_experts(c), c["num_experts_per_tok"], tuple(range(num_layers)), num_layers
-    )
-
-
-_FAMILIES: dict[str, Callable[[Mapping[str, Any]], RouterSpec]] = {
-    "qwen3_moe": _qwen3_moe,
-    "mixtral": _mixtral,
-}
+        return cls(**router_fields(config))

@@ -19,21 +19,23 @@ from types import MappingProxyType
 import numpy as np
 
 from r3.checks import Suspicion, check_distinct, check_shape_and_range, find_suspicious
+from r3.columns import (
+    ALIGNMENTS,
+    Column,
+    as_weight_versions,
+    check_column,
+    check_logprobs,
+    check_weight_versions,
+    read_only,
+)
+from r3.eplb import to_logical
 from r3.errors import SuspiciousRoutingWarning, TraceError
 from r3.identity import Provenance, RolloutId
 from r3.spec import RouterSpec
 
-ALIGNMENTS = ("token", "row")
+__all__ = ["ALIGNMENTS", "Column", "RoutingTrace"]
+
 MAX_TOKENS = 1 << 31
-
-
-@dataclass(frozen=True, eq=False)
-class Column:
-    """A named array of a trace, aligned to its tokens or to its rows along the first axis."""
-
-    data: np.ndarray
-    align: str
-    version: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +48,9 @@ class RoutingTrace:
       valid           rows    bool [n - 1]; absent when every row was captured
       logprobs        tokens  float32 [n]; natural log of the probability the token was sampled
                               with; NaN where a token was not sampled (the prompt)
+      weight_versions rows    int64 [n - 1]; the weights that the row's KV was computed with, a
+                              number that rises with each weight update of the engine; -1 where
+                              not valid; absent when not known
 
     Use `RoutingTrace.build`; it brings arrays to these forms. Content is checked on construction:
     TraceError for the impossible, one SuspiciousRoutingWarning for the suspicious (kept in
@@ -68,6 +73,8 @@ class RoutingTrace:
         prompt_len: int,
         valid: np.ndarray | None = None,
         logprobs: np.ndarray | None = None,
+        weight_versions: np.ndarray | int | None = None,
+        physical_to_logical: np.ndarray | None = None,
         rollout_id: RolloutId | None = None,
         provenance: Provenance | None = None,
         extra: Mapping[str, Column] | None = None,
@@ -77,6 +84,9 @@ class RoutingTrace:
         routed_experts: integers [n - 1, layers, top_k] of any width; layers may be the MoE layers
         or all decoder layers. Rows that are -1 throughout count as missing.
         logprobs: [n], or [n - prompt_len] for the sampled tokens only.
+        weight_versions: integers [n - 1], or one for all rows.
+        physical_to_logical: integers [physical slots] or [MoE layers, physical slots], the expert
+        in each slot, for a source whose ids are those of a load balancer (EPLB).
         All arrays are copied.
         """
         rollout_id = rollout_id or RolloutId.unique()
@@ -97,6 +107,8 @@ class RoutingTrace:
             )
         if ids.dtype.kind == "i" and ids.ndim == 3 and len(ids) == len(mask):
             mask = mask & ~(ids == -1).all(axis=(1, 2))
+        if physical_to_logical is not None:
+            ids = to_logical(ids, mask, physical_to_logical, spec, where)
         check_shape_and_range(ids, mask, spec, where)
         ids = np.where(mask[:, None, None], ids, 0) if not mask.all() else ids
         columns = {
@@ -110,6 +122,9 @@ class RoutingTrace:
             if values.shape == (len(tokens) - prompt_len,):
                 values = np.concatenate([np.full(prompt_len, np.nan, np.float32), values])
             columns["logprobs"] = Column(values, "token")
+        if weight_versions is not None:
+            versions = as_weight_versions(weight_versions, mask, where)
+            columns["weight_versions"] = Column(versions, "row")
         for name, column in (extra or {}).items():
             if name in columns:
                 raise TraceError(f"{where}: extra column {name!r} is one that has its own argument")
@@ -119,7 +134,7 @@ class RoutingTrace:
     def __post_init__(self) -> None:
         # read-only views: what was checked, and digested, stays as it is
         columns = {
-            name: Column(_read_only(column.data), column.align, column.version)
+            name: Column(read_only(column.data), column.align, column.version)
             for name, column in self.columns.items()
         }
         object.__setattr__(self, "columns", MappingProxyType(columns))
@@ -143,32 +158,7 @@ class RoutingTrace:
             raise TraceError(f"{where}: {n} tokens, expected 1 to {MAX_TOKENS - 1}")
         _check_prompt_len(self.prompt_len, n, where)
         for name, column in self.columns.items():
-            if column.align not in ALIGNMENTS:
-                raise TraceError(
-                    f"{where}: column {name!r} is aligned to {column.align!r}, expected one of "
-                    f"{ALIGNMENTS}"
-                )
-            if name in _KNOWN:
-                if column.version != 1:
-                    raise TraceError(
-                        f"{where}: column {name!r} has version {column.version}, expected 1"
-                    )
-                align, kinds, ndim = _KNOWN[name]
-                found = (column.align, column.data.dtype.name, column.data.ndim)
-                if found[0] != align or found[1] not in kinds or found[2] != ndim:
-                    raise TraceError(
-                        f"{where}: column {name!r} is (aligned to {found[0]}, {found[1]}, "
-                        f"{found[2]} axes), expected ({align}, {' or '.join(kinds)}, {ndim} axes)"
-                    )
-            rows = n if column.align == "token" else n - 1
-            if name != "routed_experts" and (
-                column.data.ndim < 1 or column.data.shape[0] != rows or column.data.dtype.hasobject
-            ):
-                raise TraceError(
-                    f"{where}: column {name!r} has shape {list(column.data.shape)} and dtype "
-                    f"{column.data.dtype}, expected {rows} plain values ({column.align}-aligned, "
-                    f"{n} tokens)"
-                )
+            check_column(name, column, n, where)
         if int(self.token_ids.min()) < 0:
             at = int((self.token_ids < 0).argmax())
             raise TraceError(f"{where}: token {at}: id {self.token_ids[at]}, expected 0 or more")
@@ -179,7 +169,10 @@ class RoutingTrace:
             )
         check_shape_and_range(self.routed_experts, self.valid, self.spec, where)
         check_distinct(self.routed_experts, self.valid, self.spec, where)
-        self._check_logprobs(where)
+        if self.logprobs is not None:
+            check_logprobs(self.logprobs, self.prompt_len, where)
+        if self.weight_versions is not None:
+            check_weight_versions(self.weight_versions, self.valid, where)
         missing = np.flatnonzero(~self.valid)
         filled = missing[self.routed_experts[missing].any(axis=(1, 2))]
         if len(filled):
@@ -187,20 +180,6 @@ class RoutingTrace:
                 f"{where}: row {filled[0]} is missing (valid is False) but names experts "
                 f"{self.routed_experts[filled[0], 0].tolist()} in layer {self.spec.moe_layers[0]}, "
                 "expected zeros"
-            )
-
-    def _check_logprobs(self, where: str) -> None:
-        if self.logprobs is None:
-            return
-        sampled = np.arange(self.num_tokens) >= self.prompt_len
-        values = self.logprobs
-        with np.errstate(invalid="ignore"):
-            good = np.where(sampled, np.isfinite(values) & (values <= _ROUNDING), np.isnan(values))
-        if not good.all():
-            at = int((~good).argmax())
-            expected = "a finite number of at most 0" if sampled[at] else "NaN in the prompt"
-            raise TraceError(
-                f"{where}: token {at}: log-probability {values[at]}, expected {expected}"
             )
 
     @property
@@ -224,6 +203,24 @@ class RoutingTrace:
     def logprobs(self) -> np.ndarray | None:
         """float32 [n] with NaN for tokens that were not sampled, or None."""
         return self.columns["logprobs"].data if "logprobs" in self.columns else None
+
+    @property
+    def weight_versions(self) -> np.ndarray | None:
+        """int64 [n - 1], the weights behind each row, -1 where not valid; None when not known."""
+        return self.columns["weight_versions"].data if "weight_versions" in self.columns else None
+
+    @property
+    def version_range(self) -> tuple[int, int] | None:
+        """Lowest and highest weight version of the valid rows; None when there is none."""
+        if self.weight_versions is None or not self.valid.any():
+            return None
+        versions = self.weight_versions[self.valid]
+        return int(versions.min()), int(versions.max())
+
+    @property
+    def mixes_weights(self) -> bool:
+        """Whether the valid rows were computed with more than one version of the weights."""
+        return self.version_range is not None and self.version_range[0] != self.version_range[1]
 
     @property
     def num_tokens(self) -> int:
@@ -265,23 +262,13 @@ class RoutingTrace:
         return h.hexdigest()
 
     def __repr__(self) -> str:
+        low, high = self.version_range or (0, 0)
+        mixed = f", mixes weight versions {low} to {high}" if self.mixes_weights else ""
         return (
             f"RoutingTrace({self.rollout_id}, {self.num_tokens} tokens, "
             f"{len(self.spec.moe_layers)} MoE layers, {self.spec.top_k} of "
-            f"{self.spec.num_experts} experts, {int((~self.valid).sum())} rows missing)"
+            f"{self.spec.num_experts} experts, {int((~self.valid).sum())} rows missing{mixed})"
         )
-
-
-# a probability of 1 may come out of float32 or bfloat16 arithmetic as slightly more
-_ROUNDING = 1e-2
-
-# known columns: alignment, dtypes, number of axes
-_KNOWN: dict[str, tuple[str, tuple[str, ...], int]] = {
-    "token_ids": ("token", ("int32",), 1),
-    "routed_experts": ("row", ("uint8", "uint16"), 3),
-    "valid": ("row", ("bool",), 1),
-    "logprobs": ("token", ("float32",), 1),
-}
 
 
 def _check_prompt_len(prompt_len: object, tokens: int, where: str) -> None:
@@ -296,9 +283,3 @@ def _as_int32(tokens: np.ndarray, where: str) -> np.ndarray:
         at = int(tokens.argmax())
         raise TraceError(f"{where}: token {at}: id {tokens[at]}, expected less than 2**31")
     return np.array(tokens, dtype=np.int32)
-
-
-def _read_only(data: np.ndarray) -> np.ndarray:
-    view = data.view()
-    view.flags.writeable = False
-    return view

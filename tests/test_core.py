@@ -170,10 +170,20 @@ def test_provenance():
     )
     assert Provenance.from_dict(made.to_dict()) == made
     assert Provenance().to_dict() == {}
+    for known in (True, False):  # False is known, None is not
+        made = Provenance(model_revision="main", head_dtype="float32", batch_invariant=known)
+        assert made.to_dict()["batch_invariant"] is known
+        assert Provenance.from_dict(made.to_dict()) == made
     later = Provenance.from_dict({"engine": "vllm", "later": [1], "extra": {"a": 1}})
     assert later.extra == {"a": 1, "later": [1]}
     assert Provenance.from_dict(later.to_dict()) == later
-    for wrong in ({"engine": 5}, {"sampling": 3}, {"extra": "x", "later": 1}, {"model": None}):
+    for wrong in (
+        {"engine": 5},
+        {"sampling": 3},
+        {"extra": "x", "later": 1},
+        {"model": None},
+        {"batch_invariant": "true"},
+    ):
         with pytest.raises(r3.TraceError, match=r"Provenance\."):
             Provenance.from_dict(wrong)
 
@@ -338,6 +348,27 @@ def test_one_constant_layer():
     assert not build(100, routed_experts=ids, token_ids=[7] * 100).suspicions
     assert not build(20, routed_experts=ids[:19]).suspicions
     ids[0] = random_ids(1, seed=5)[0]
+    assert not build(100, routed_experts=ids).suspicions
+
+
+def test_a_layer_of_a_smaller_model():
+    """Reported where no other layer keeps to the lower half, over enough rows and tokens."""
+    small = RouterSpec(32, 4, SPEC.moe_layers, 5)
+    ids = random_ids(99)
+    ids[:, 1] = random_ids(99, small, seed=1)[:, 1]
+    suspicious(("narrow_layer", 2, 99, 0), n=100, routed_experts=ids)
+    assert not build(100, routed_experts=ids, token_ids=np.arange(100) % 3).suspicions
+    assert not build(32, routed_experts=ids[:31]).suspicions
+    # most layers do: these routers are like that
+    ids[:, 0] = random_ids(99, small, seed=2)[:, 0]
+    assert not build(100, routed_experts=ids).suspicions
+    # the upper half, and a skew under which the other layers avoid a half too
+    ids = random_ids(99)
+    ids[:, 1] = 32 + random_ids(99, small, seed=1)[:, 1]
+    assert not build(100, routed_experts=ids).suspicions
+    ids = random_ids(99, small)
+    ids[:, 0] += 32
+    ids[:, 2] += 32
     assert not build(100, routed_experts=ids).suspicions
 
 

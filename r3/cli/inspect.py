@@ -36,13 +36,15 @@ def summarize(path: str | os.PathLike[str]) -> dict[str, Any]:
     likely; experts_bits_per_cell: what routed_experts takes. expert_load: per layer, how many
     captured rows chose each expert; max_vio = largest / mean load - 1 (Wang et al. 2024,
     arXiv 2408.15664). suspicious: findings by kind, with the first of each kind in
-    suspicious_first. Shares of nothing are None. Raises FormatError.
+    suspicious_first. weight_versions: traces that have them, traces that mix several, and the
+    lowest and highest version of all. Shares of nothing are None. Raises FormatError.
     """
     counts: Counter[str] = Counter()
     columns: dict[str, dict[str, Any]] = {}
     provenance: dict[str, Counter[str]] = defaultdict(Counter)
     suspicious: Counter[str] = Counter()
     first: dict[str, str] = {}
+    versions: list[int] = []
     with ShardReader(path) as shard:
         spec = shard.spec
         load = np.zeros((len(spec.moe_layers), spec.num_experts), np.int64)
@@ -62,6 +64,9 @@ def summarize(path: str | os.PathLike[str]) -> dict[str, Any]:
             counts["prompt_tokens"] += int(trace.prompt_len)
             counts["rows"] += trace.num_rows
             counts["missing_rows"] += int((~trace.valid).sum())
+            counts["versioned"] += trace.weight_versions is not None
+            counts["mixed"] += trace.mixes_weights
+            versions = _extremes([*versions, *(trace.version_range or ())])
             for finding in trace.suspicions:
                 suspicious[finding.kind] += 1
                 first.setdefault(finding.kind, f"rollout {trace.rollout_id}: {finding}")
@@ -87,6 +92,12 @@ def summarize(path: str | os.PathLike[str]) -> dict[str, Any]:
         "bound_bits_per_cell": math.log2(math.comb(spec.num_experts, spec.top_k)),
         "codecs": sorted(experts.get("codecs", {})),
         "columns": columns,
+        "weight_versions": {
+            "traces": counts["versioned"],
+            "mixed": counts["mixed"],
+            "lowest": versions[0] if versions else None,
+            "highest": versions[-1] if versions else None,
+        },
         "suspicious": dict(suspicious),
         "suspicious_first": first,
         "provenance": {
@@ -129,6 +140,15 @@ def render(summary: dict[str, Any], console: Console) -> None:
             "experts",
             f"{s['experts_bits_per_cell']:.1f} bits per row and layer ({', '.join(s['codecs'])}); "
             f"{s['bound_bits_per_cell']:.1f} if all sets were equally likely",
+        )
+    weights = s["weight_versions"]
+    if weights["traces"]:
+        span = "no captured row"
+        if weights["lowest"] is not None:
+            span = f"versions {weights['lowest']} to {weights['highest']}"
+        table.add_row(
+            "weights",
+            f"{span} in {weights['traces']:,} traces; {_alert(weights['mixed'])} mix versions",
         )
     table.add_row("suspicious", _alert(sum(s["suspicious"].values())) + " findings")
     for kind, text in s["suspicious_first"].items():
@@ -205,6 +225,10 @@ def _load_by_layer(load: np.ndarray, spec: RouterSpec) -> list[dict[str, Any]]:
             }
         )
     return layers
+
+
+def _extremes(values: list[int]) -> list[int]:
+    return [min(values), max(values)] if values else []
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -7,6 +7,7 @@ rebuilt from their symptoms, no engine runs here.
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from rich.console import Console
 import r3
 from r3 import RolloutId, RouterSpec, RoutingBatch, RoutingTrace
 from r3.cli.inspect import render, summarize
+from r3.disagreement import RoutingDisagreement
+from r3.engine_hooks.vllm_trace import trace_from_output
 from r3.storage import ShardReader, ShardWriter
 
 TOY = RouterSpec(num_experts=8, top_k=2, moe_layers=(0, 1, 2, 3), num_layers=4)
@@ -63,8 +66,24 @@ def test_26_all_zero_or_physical_ids():
         build(np.zeros((5, 48, 8), np.uint8), 6, QWEN)
     ids = random_ids(11)
     ids[4, 2] = [9, 0]
-    with pytest.raises(r3.TraceError, match=r"row 4, layer 2: expert id 9.*0\.\.7.*logical ids"):
+    message = r"row 4, layer 2: expert id 9.*0\.\.7.*logical ids.*physical_to_logical="
+    with pytest.raises(r3.TraceError, match=message):
         build(ids, 12)
+
+
+def test_26_and_36_physical_ids_with_their_map():
+    """Arrays only. 8 experts in 10 slots, slots 8 and 9 copies of 1 and 3: [[8,4],[9,0]]."""
+    spec = RouterSpec(8, 2, (0,), 1)
+    ids = np.array([[[8, 4]], [[9, 0]]])
+    with pytest.raises(r3.TraceError, match=r"row 0, layer 0: expert id 8.*physical_to_logical="):
+        build(ids, 3, spec)
+    slots = np.array([*range(8), 1, 3])
+    for table in (slots, slots[None]):
+        trace = build(ids, 3, spec, physical_to_logical=table)
+        assert trace.routed_experts[:, 0].tolist() == [[1, 4], [3, 0]]
+    # a slot and its copy in one row are one expert twice
+    with pytest.raises(r3.TraceError, match=r"row 1, layer 0: experts \[1, 1\]"):
+        build(np.array([[[8, 4]], [[8, 1]]]), 3, spec, physical_to_logical=slots)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
@@ -72,6 +91,30 @@ def test_27_kernels_that_route_inside(rows):
     """Arrays only. Minimum and maximum are 0 over all rows and layers."""
     with pytest.raises(r3.TraceError, match=rf"{rows} of {rows} rows of this layer are all zero"):
         build(np.zeros((rows, 48, 8), np.int32), rows + 1, QWEN)
+
+
+def test_30_layer_0_of_a_draft_model():
+    """Arrays only. Layer 0 holds ids of a 4-expert draft, the others of the 8-expert target.
+
+    Every id is legal, so it is no error. Over 32 rows and more a layer that keeps to the lower
+    half while no other does is reported. The 11 rows of the toy show nothing: real routing does
+    that too (1 of 537 such windows of Mixtral). Nor does a draft with as many experts as the
+    target, at any length. The trainer's own router shows both: it disagrees in layer 0 alone.
+    """
+    ids = random_ids(80)
+    target = ids[:, 0].copy()
+    ids[:, 0] = random_ids(80, RouterSpec(4, 2, (0,), 1), seed=1)[:, 0]
+    with pytest.warns(r3.SuspiciousRoutingWarning, match="layer 0: 80 rows.*draft model"):
+        trace = build(ids, 81)
+    assert [(s.kind, s.layer) for s in trace.suspicions] == [("narrow_layer", 0)]
+
+    trace = build(ids[:11], 12)
+    assert trace.suspicions == []
+    trainer = ids[:11].copy()
+    trainer[:, 0] = target[:11]
+    found = RoutingDisagreement.between(trace.routed_experts, trainer, trace.valid, TOY)
+    assert found.cell_disagreement_per_layer[0] > 0.5
+    assert found.cell_disagreement_per_layer[1:] == [0, 0, 0]
 
 
 def test_32_layers_of_another_pipeline_stage():
@@ -92,12 +135,103 @@ def test_32_layers_of_another_pipeline_stage_top_1():
     assert [s.layer for s in trace.suspicions] == [0, 1]
 
 
+def test_39_preempted_samples():
+    """Arrays only. None in a list of samples is named; an async placeholder is no token."""
+    trace = build(random_ids(11), 12)
+    with pytest.raises(r3.TraceError, match="trace 1 of 3 is None, expected a RoutingTrace"):
+        RoutingBatch.from_traces([trace, None, trace])
+    with pytest.raises(r3.TraceError, match=r"case/.*routed_experts has dtype object"):
+        build(None, 12)
+    with pytest.raises(r3.TraceError, match=r"case/.*token 11: id -1"):
+        RoutingTrace.build(
+            spec=TOY,
+            token_ids=[*range(11), -1],
+            routed_experts=random_ids(11),
+            prompt_len=2,
+            rollout_id=RolloutId("case"),
+        )
+    # of two samples of one vLLM request, the one without rows is refused by its own name
+    done = {"finish_reason": "stop", "token_ids": [3, 4], "logprobs": None}
+    samples = [SimpleNamespace(**done, index=i, routed_experts=None) for i in range(2)]
+    output = SimpleNamespace(request_id="7", prompt_token_ids=[1, 2], outputs=samples)
+    hf = {"model_type": "mixtral", "num_hidden_layers": 4, "num_experts_per_tok": 2}
+    config = SimpleNamespace(hf_text_config=hf | {"num_local_experts": 8})
+    engine = SimpleNamespace(model_config=config)
+    name = RolloutId("case", sample=1)
+    with pytest.raises(r3.CaptureError, match=r"case/0/1/0/0.*no routed_experts"):
+        trace_from_output(output, engine, rollout_id=name, completion=1)
+    # the sample can stay in the batch: routed natively, and flagged as its own
+    lost = build(np.full((11, 4, 2), -1), 12)
+    batch = RoutingBatch.from_traces([trace, lost, trace])
+    assert batch.valid.reshape(3, 12).sum(axis=1).tolist() == [11, 0, 11]
+
+
+def test_41_prompt_rows_under_prefill_decode():
+    """Arrays only. Prefill rows [4], decode rows [7], whose first 4 are bogus."""
+    right, bogus = random_ids(7), random_ids(4, seed=1)
+    prefill = RoutingTrace.build(
+        spec=TOY, token_ids=np.arange(5), routed_experts=right[:4], prompt_len=4
+    )
+    decode = RoutingTrace.build(
+        spec=TOY,
+        token_ids=np.arange(8),
+        routed_experts=np.concatenate([bogus, right[4:]]),
+        prompt_len=4,
+        rollout_id=RolloutId("case"),
+    )
+    merged = r3.merge_prefill_decode(prefill, decode)
+    assert (merged.routed_experts == right).all()
+    assert merged.rollout_id == RolloutId("case")
+    assert (decode.routed_experts[:4] == bogus).all()
+
+
 def test_42_duplicate_experts():
     """Arrays only. K = 8, all 0, in the rows whose transfer was missed."""
     ids = random_ids(20, QWEN)
     ids[7:9] = 0
     with pytest.raises(r3.TraceError, match=r"row 7, layer 0.*one expert twice, expected 8 diff"):
         build(ids, 21, QWEN)
+
+
+def test_47_rows_computed_again_after_a_retract(tmp_path):
+    """Arrays only. Two versions of rows 0 to 5: the first are kept, and stamped as the first."""
+    first, again = random_ids(6, seed=1), random_ids(11, seed=2)
+    kept = build(np.concatenate([first, again[6:]]), 12, weight_versions=[1] * 6 + [2] * 5)
+    assert kept.mixes_weights
+    # an engine that kept only the second version says so by its stamps: rows and log-probabilities
+    # of tokens 0 to 5 are of different weights
+    second = build(again, 12, weight_versions=2)
+    assert second.weight_versions[:6].tolist() == [2] * 6
+    assert not second.mixes_weights
+    # one name, two contents: the file keeps the first
+    with ShardWriter(tmp_path / "a.r3", TOY) as writer:
+        writer.append(kept)
+        with pytest.raises(r3.TraceError, match="case/0/0/0/0"):
+            writer.append(second)
+    with ShardReader(tmp_path / "a.r3") as reader:
+        assert (reader[0].routed_experts[:6] == first).all()
+        assert reader[0].weight_versions.tolist() == [1] * 6 + [2] * 5
+
+
+def test_51_resumed_with_overlapping_rows():
+    """Arrays only. 4 + 7 rows for 8 tokens are refused; the answer appends only the new ones."""
+    first, resumed = random_ids(4, seed=1), random_ids(7, seed=2)
+    with pytest.raises(r3.TraceError, match=r"case/.*11 rows, expected 7"):
+        build(np.concatenate([first, resumed]), 8)
+    trace = build(np.concatenate([first, resumed[4:]]), 8)
+    assert (trace.routed_experts[:4] == first).all()
+    assert (trace.routed_experts[4:] == resumed[4:]).all()
+
+
+def test_53_stale_cache_after_a_weight_update(tmp_path):
+    """Arrays only. Versions [1]*6+[2]*6: the trace and the file say that weights are mixed."""
+    trace = build(random_ids(12), 13, weight_versions=[1] * 6 + [2] * 6)
+    assert trace.mixes_weights
+    assert "mixes weight versions 1 to 2" in repr(trace)
+    with ShardWriter(tmp_path / "a.r3", TOY) as writer:
+        writer.append(trace)
+    found = summarize(tmp_path / "a.r3")["weight_versions"]
+    assert found == {"traces": 1, "mixed": 1, "lowest": 1, "highest": 2}
 
 
 @pytest.mark.parametrize(("experts", "width"), [(128, 1), (256, 1), (300, 2)])
