@@ -117,6 +117,12 @@ def check_supported(config: Any, source: str) -> None:
             raise UnsupportedError(
                 f"capture does not support {name}={getattr(parallel, name)}, expected 1: {why}"
             )
+    if source == "hook" and parallel.data_parallel_size != 1:
+        raise UnsupportedError(
+            f"capture by the hook does not support data_parallel_size={parallel.data_parallel_size}"
+            ", expected 1: a router then may see the tokens of all ranks, and vLLM's CPU build does "
+            "not run MoE models so, so this was never tried; start one engine per replica"
+        )
     draft = config.speculative_config
     unsupported = {
         # vLLM then reports zeros for the prompt's token ids

@@ -15,6 +15,7 @@ Imported only in a vLLM engine process (`scheduler_cls` names the classes below)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ class StepRows:
 
     rows: np.ndarray  # packed [n, 1, layers + P, top_k]
     slots: np.ndarray  # int64 [n], KV slots of the tokens
-    starts: list[int]  # R + 1 offsets of the requests' tokens in the pass
+    starts: Sequence[int]  # R + 1 offsets of the requests' tokens in the pass
     positions: list[int]  # R positions of their first tokens in their sequences
 
 
@@ -49,7 +50,9 @@ class RowConnector:
         self._emitted: dict[str, int] = {}
         self._preempted: dict[str, list[int]] = {}  # blocks that a request had to give back
         self._fresh: list[int] = []
-        self._index: dict[str, int] = {}  # of the requests in the pass being taken in
+        # of the pass being taken in: index of a request, positions, starts, rows, is it a decode
+        self._now: tuple[dict[str, int], Sequence[int], Sequence[int], np.ndarray, bool] | None
+        self._now = None
 
     def blocks_given_out(self, blocks: list[Any]) -> None:
         """Called with KV blocks that leave the free list: what they held is overwritten."""
@@ -69,21 +72,27 @@ class RowConnector:
         changes here and not in `build_connector_meta`.
         """
         step = output.aux_output_connector_output
-        for block in scheduler_output.aux_output_connector_metadata or ():
-            self._store.forget_block(block)
-        for source, target in scheduler_output.kv_cache_block_copies or ():
-            self._store.copy_block(source, target)
-        if step is not None:
-            self._index = output.req_id_to_index
-            self._store.write(step.slots, step.rows)
-        elif scheduler_output.total_num_scheduled_tokens:
-            raise CaptureError(
-                "the worker brought no routing for a pass over "
-                f"{scheduler_output.total_num_scheduled_tokens} tokens"
-            )
+        self._store.next_pass(
+            scheduler_output.aux_output_connector_metadata or (),
+            scheduler_output.kv_cache_block_copies or (),
+        )
+        if step is None:
+            if scheduler_output.total_num_scheduled_tokens:
+                raise CaptureError(
+                    "the worker brought no routing for a pass over "
+                    f"{scheduler_output.total_num_scheduled_tokens} tokens"
+                )
+            self._now = None
+            return
+        rows, positions, starts = step.rows, step.positions, step.starts
+        self._store.write(step.slots, rows)
+        self._now = output.req_id_to_index, positions, starts, rows, len(positions) == len(rows)
 
     def take_output(self, request: Any, output: StepRows | None) -> np.ndarray | None:
-        """The packed rows that belong to the tokens being emitted for `request`."""
+        """The packed rows that belong to the tokens being emitted for `request`.
+
+        output: what `absorb` has just taken in.
+        """
         request_id = request.request_id
         end = request.num_tokens - 1
         start = self._emitted.get(request_id)
@@ -93,16 +102,21 @@ class RowConnector:
         if end <= start:
             return None
         self._emitted[request_id] = end
-        if output is not None and (i := self._index.get(request_id)) is not None:
-            offset = output.starts[i] - output.positions[i]
-            if start + offset >= output.starts[i]:  # a decode step: its rows were just computed
-                if end + offset > output.starts[i + 1]:
+        if self._now is not None:
+            index, positions, starts, rows, decode = self._now
+            i = index[request_id]
+            position, offset = positions[i], starts[i]
+            if start >= position:  # its rows were just computed
+                offset -= position
+                if end + offset > starts[i + 1]:
                     raise CaptureError(
                         f"request {request_id}: the worker brought rows up to "
-                        f"{output.starts[i + 1] - offset}, expected {end}"
+                        f"{starts[i + 1] - offset}, expected {end}"
                     )
-                # not a view, which would keep the whole pass in memory
-                return output.rows[start + offset : end + offset].copy()
+                rows = rows[start + offset : end + offset]
+                # A view keeps the whole pass in memory: no matter if its other rows are handed
+                # out too, but among those of a prompt it must be a copy.
+                return rows if decode else rows.copy()
         blocks = self._block_ids(request_id) or self._preempted.get(request_id, [])
         if len(blocks) * self._store.block_size < end:
             raise CaptureError(

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import CompilationMode
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from r3.engine_hooks.rows import pack, stamp
+from r3.engine_hooks.rows import pack, stamp, unpack
 from r3.engine_hooks.vllm_facts import worker_facts
 from r3.engine_hooks.vllm_groups import full_attention_group
 from r3.engine_hooks.vllm_patches import watch_load_weights
@@ -29,6 +29,9 @@ from r3.engine_hooks.vllm_scheduler import StepRows
 from r3.engine_hooks.vllm_selftest import check_self_test, run_tokens
 from r3.errors import CaptureError, UnsupportedError
 from r3.spec import RouterSpec
+
+
+_MAX_VIEWS = 64  # numbers of tokens whose views are kept: those of decode steps repeat
 
 
 class RouterTap:
@@ -49,75 +52,83 @@ class RouterTap:
                 f"the loaded model has routers in layers {found}, expected {spec.moe_layers} "
                 "from its config"
             )
-        self._dp_rank = config.parallel_config.data_parallel_rank
-        dp = config.parallel_config.data_parallel_size > 1
         # Where Python runs in each pass, the tensors themselves are kept. In a compiled model or
         # a CUDA graph only writes to memory that stays in place are replayed.
-        self._planes: list[torch.Tensor | None] = [None] * len(runners)
+        self._kept: list[list[torch.Tensor]] = [[] for _ in runners]
         self._buffer: torch.Tensor | None = None
         device = config.device_config.device_type
+        tokens = max(
+            config.scheduler_config.max_num_batched_tokens,
+            config.compilation_config.max_cudagraph_capture_size or 0,
+        )
         if device != "cpu" or config.compilation_config.mode != CompilationMode.NONE:
-            tokens = max(
-                config.scheduler_config.max_num_batched_tokens,
-                config.compilation_config.max_cudagraph_capture_size or 0,
-            )
             # one plane per layer, so that a router writes contiguously
             shape = (len(runners), tokens, spec.top_k)
             self._buffer = torch.full(shape, -1, dtype=torch.int32, device=device)
+        rows = pack(np.zeros((tokens, len(runners), spec.top_k), spec.dtype), 0, spec)
+        self._rows = torch.from_numpy(rows.reshape(tokens, -1, spec.top_k))
+        self._views: dict[int, tuple[list[torch.Tensor], np.ndarray]] = {}
         for plane, runner in enumerate(runners):
             _check_router(runner, spec)
-            keep = self._planes.__setitem__ if self._buffer is None else self._write
-            runner.router.set_capture_fn(partial(self._keep_own if dp else keep, plane))
+            write = partial(self._write, plane)
+            runner.router.set_capture_fn(self._kept[plane].append if self._buffer is None else write)
 
     def _write(self, plane: int, topk_ids: torch.Tensor) -> None:
         assert self._buffer is not None
         self._buffer[plane, : topk_ids.shape[0]] = topk_ids
 
-    def _keep_own(self, plane: int, topk_ids: torch.Tensor) -> None:
-        """With data parallelism a router may see the tokens of all ranks, in rank order."""
-        metadata = get_forward_context().dp_metadata
-        if metadata is not None:
-            counts = metadata.num_tokens_across_dp_cpu.tolist()
-            own = counts[self._dp_rank]
-            if len(topk_ids) == sum(counts) and len(counts) > 1:
-                start = sum(counts[: self._dp_rank])
-                topk_ids = topk_ids[start : start + own]
-            elif len(topk_ids) != own:
-                raise CaptureError(
-                    f"a router chose for {len(topk_ids)} tokens, expected the {own} of this data-"
-                    f"parallel rank or all {sum(counts)}"
-                )
-        if self._buffer is None:
-            self._planes[plane] = topk_ids
-        else:
-            self._write(plane, topk_ids)
-
     def clear(self, tokens: int) -> None:
         """Forget the last pass, so that a router that does not call back is noticed."""
-        if self._buffer is None:
-            self._planes[:] = [None] * len(self._planes)
-        else:
+        for kept in self._kept:
+            kept.clear()
+        if self._buffer is not None:
             self._buffer[:, :tokens] = -1
 
+    def set_stamp(self, planes: np.ndarray) -> None:
+        """Rows read from now on carry these version planes [P, top_k]."""
+        self._rows[:, -len(planes) :] = torch.from_numpy(planes)
+
     def read(self, tokens: int) -> np.ndarray:
-        """Ids [tokens, layers, top_k] of the last pass; raises CaptureError if some are absent."""
+        """Packed rows of the last pass, [tokens, 1, layers + P, top_k].
+
+        Raises CaptureError if a router did not report.
+        """
+        # This runs between two steps of a model, on cold caches, where every call costs
+        # microseconds: views of the work space are kept, and one call copies and narrows all.
+        views = self._views.get(tokens)
+        planes, rows = views or self._make_views(tokens)
         if self._buffer is not None:
-            ids = self._buffer[:, :tokens].cpu().numpy()
-            silent = np.flatnonzero((ids < 0).any(axis=(1, 2)))
-            ids = ids.transpose(1, 0, 2)
+            chosen = list(self._buffer[:, :tokens].cpu().unbind())
+            reported = [int(ids.min()) >= 0 for ids in chosen]
         else:
-            silent = [i for i, p in enumerate(self._planes) if p is None or len(p) < tokens]
-            if not len(silent):
-                planes = self._planes
-                if len(planes[0]) != tokens:  # type: ignore[arg-type]
-                    planes = [p[:tokens] for p in planes]  # type: ignore[index]
-                return torch.stack(planes, 1).numpy()  # type: ignore[arg-type]
-        if len(silent):
-            raise CaptureError(
-                f"layer {self.spec.moe_layers[silent[0]]}: the router did not report {tokens} rows "
-                "in this forward pass; its kernel bypasses the capture callback"
-            )
-        return ids
+            reported = [len(kept) == 1 for kept in self._kept]
+        if False in reported:
+            self._complain(reported.index(False), tokens)
+        if self._buffer is None:
+            chosen = [kept.pop() for kept in self._kept]
+            # what a router reports depends on the number of tokens: looked at when it is new
+            if views is None or chosen[0].shape[0] != tokens:
+                for plane, ids in enumerate(chosen):
+                    if ids.shape[0] < tokens:
+                        self._complain(plane, tokens)
+                    chosen[plane] = ids[:tokens]
+        torch._foreach_copy_(planes, chosen)
+        return rows.copy()
+
+    def _complain(self, plane: int, tokens: int) -> None:
+        raise CaptureError(
+            f"layer {self.spec.moe_layers[plane]}: the router did not report {tokens} rows, once, "
+            "in this forward pass; its kernel bypasses the capture callback"
+        )
+
+    def _make_views(self, tokens: int) -> tuple[list[torch.Tensor], np.ndarray]:
+        rows = self._rows[:tokens]
+        planes = [rows[:, i] for i in range(len(self._kept))]
+        views = planes, rows.numpy()[:, None]
+        if len(self._views) >= _MAX_VIEWS:
+            self._views.clear()
+        self._views[tokens] = views
+        return views
 
 
 def _check_router(runner: Any, spec: RouterSpec) -> None:
@@ -141,10 +152,9 @@ class WeightVersion:
     calls `touched`.
     """
 
-    def __init__(self, spec: RouterSpec) -> None:
-        self._spec = spec
+    def __init__(self, tap: RouterTap) -> None:
+        self._tap = tap
         self.version = 0
-        self.planes = stamp(0, spec)
         self._touched = False
 
     def touched(self) -> None:
@@ -157,7 +167,7 @@ class WeightVersion:
                 f"weight version {version!r}, expected an integer from {self.version} "
                 "(versions do not fall)"
             )
-        self.planes = stamp(version, self._spec)
+        self._tap.set_stamp(stamp(version, self._tap.spec))
         self.version, self._touched = version, False
 
     def settle(self) -> None:
@@ -177,20 +187,24 @@ class _Capturing:
         model = self.model_runner.get_model()
         spec = RouterSpec.from_hf_config(self.vllm_config.model_config.hf_text_config)
         self._tap = RouterTap(model, spec, self.vllm_config)
-        self._weights = WeightVersion(spec)
+        self._weights = WeightVersion(self._tap)
+        self._v2 = self.vllm_config.use_v2_model_runner
         # every way to new weights ends here or in one of the methods below
         watch_load_weights(model, self._weights.touched)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._group, _ = full_attention_group(kv_cache_config)
+        self._buffers: tuple[Any, ...] | None = None
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         tokens = run_tokens(self.vllm_config)
         self._tap.clear(tokens)
         run_tokens(self.vllm_config, self.model_runner)
-        check_self_test(self._tap.read(tokens), self._tap.spec)
+        rows = self._tap.read(tokens)
+        ids, _ = unpack(rows, self._tap.spec)
+        check_self_test(ids, self._tap.spec)
         return times
 
     @torch.inference_mode()
@@ -206,36 +220,48 @@ class _Capturing:
         return output
 
     def _collect(self, n: int) -> StepRows:
-        rows = pack(self._tap.read(n), self._weights.planes, self._tap.spec)
         runner = self.model_runner
-        if self.vllm_config.use_v2_model_runner:
+        if self._v2:
             batch = runner.execute_model_state.input_batch
             starts = batch.query_start_loc_np[: len(batch.req_ids) + 1]
-            positions = batch.positions
-            slots = runner.block_tables.slot_mappings[self._group]
+            positions = batch.positions.cpu().numpy()
+            slots = runner.block_tables.slot_mappings[self._group].cpu().numpy()
         else:
             batch = runner.input_batch
-            starts = runner.query_start_loc.np[: batch.num_reqs + 1]
-            positions = runner.positions
-            slots = batch.block_table[self._group].slot_mapping.gpu
-        if starts[-1] != n:
-            raise CaptureError(f"the pass covered {starts[-1]} tokens, expected {n}")
+            if self._buffers is None:
+                table = batch.block_table[self._group]
+                self._buffers = runner.positions, table.slot_mapping.gpu
+                if runner.positions.device.type == "cpu":  # views of the same memory
+                    self._buffers = tuple(b.numpy() for b in self._buffers)
+            positions, slots = self._buffers
+            if not isinstance(slots, np.ndarray):
+                positions, slots = positions.cpu().numpy(), slots.cpu().numpy()
+            starts = None
+            if batch.num_reqs != n:
+                starts = runner.query_start_loc.np[: batch.num_reqs + 1]
+        if starts is None:  # one token of each request, as in most steps
+            offsets, firsts = range(n + 1), positions[:n].tolist()
+        else:
+            offsets, firsts = starts.tolist(), positions[starts[:-1]].tolist()
+            if offsets[-1] != n:
+                raise CaptureError(f"the pass covered {offsets[-1]} tokens, expected {n}")
         return StepRows(
-            rows=rows,
-            # copies: the buffers are written again in the next step
-            slots=np.array(slots[:n].cpu().numpy(), np.int64),
-            starts=starts.tolist(),
-            positions=positions[:n].cpu().numpy()[starts[:-1]].tolist(),
+            rows=self._tap.read(n),
+            slots=slots[:n].copy(),  # the buffer is written again in the next step
+            starts=offsets,
+            positions=firsts,
         )
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self._step is not None and output is not None:
-            inner = output
-            for name in ("_model_runner_output", "model_runner_output"):  # asynchronous outputs
-                inner = getattr(inner, name, inner)
-            inner.aux_output_connector_output, self._step = self._step, None
+            self._attach(output)
         return output
+
+    def _attach(self, output: Any) -> None:
+        if not isinstance(output, ModelRunnerOutput):  # an asynchronous one, of Model Runner V1 or V2
+            output = output.model_runner_output if self._v2 else output._model_runner_output
+        output.aux_output_connector_output, self._step = self._step, None
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> Any:
         self._weights.touched()

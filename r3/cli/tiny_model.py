@@ -11,8 +11,8 @@ from pathlib import Path
 VOCAB_SIZE = 512
 
 
-def make_tiny_qwen3_moe(path: Path, seed: int) -> None:
-    """Write config.json and model.safetensors (0.6 M parameters) into the folder `path`.
+def make_tiny_qwen3_moe(path: Path, seed: int, num_layers: int = 4) -> None:
+    """Write config.json and model.safetensors (0.6 M parameters for 4 layers) into `path`.
 
     head_dim is 32 because vLLM's CPU attention needs at least that.
     """
@@ -25,7 +25,7 @@ def make_tiny_qwen3_moe(path: Path, seed: int) -> None:
         hidden_size=64,
         intermediate_size=128,
         moe_intermediate_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
