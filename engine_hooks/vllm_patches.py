@@ -65,7 +65,7 @@ def check_vllm() -> None:
     )
     for name in ("load_model", "initialize_from_config", "compile_or_warm_up_model"):
         _expect(getattr(Worker, name), "self")
-    for name in ("reload_weights", "update_weights", "finish_weight_update", "reset_weights"):
+    for name in ("reload_weights", "update_weights", "finish_weight_update"):
         _expect(getattr(Worker, name), "self")
     _expect(Worker.execute_model, "self scheduler_output", "self.model_runner.execute_model(")
     _expect(Worker.sample_tokens, "self grammar_output", "self.model_runner.sample_tokens(")

@@ -6,6 +6,7 @@ Works on the rows of our capture (MoE layers only, missing rows -1) and on vLLM'
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from r3.engine_hooks.rows import unpack
+from r3.engine_hooks.vllm_facts import mode_name
 from r3.errors import CaptureError, RawLogprobsWarning
 from r3.identity import Provenance, RolloutId
 from r3.spec import RouterSpec
@@ -23,6 +25,7 @@ _SAMPLING = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("seed", "max_tokens", "n"),
 )
+_FACTS = "_r3_facts"  # attribute of a VllmConfig: what the engine's workers have said
 
 
 def trace_from_output(
@@ -81,36 +84,116 @@ def trace_from_output(
         logprobs=_sampled_logprobs(result, config, where),
         weight_versions=versions,
         rollout_id=rollout_id,
-        provenance=provenance(config, sampling_params),
+        provenance=provenance(engine, sampling_params),
     )
 
 
 def provenance(engine: Any, sampling_params: Any = None) -> Provenance:
-    """What a VllmConfig (or the engine that holds one) says about how its rows were made."""
+    """How an engine makes its rows: whatever can explain that a trainer disagrees with them.
+
+    engine: as for `trace_from_output`. Most is read off its VllmConfig. What only its workers
+    know (attention backend, MoE kernel, KV-cache type, graphs, device name) an LLM or LLMEngine
+    with capture is asked for, once: the first call waits for the engine, like any other call to
+    it, and the answer stays with its VllmConfig. So ask first while it is alive and not amid a
+    weight update. An AsyncLLM must be asked beforehand, see `fetch_facts`. Where nobody was
+    asked or nobody answered, these fields are empty or those of the settings.
+    """
     import vllm
+    from vllm import envs
 
     config = _vllm_config(engine)
-    model, parallel = config.model_config, config.parallel_config
+    model, parallel, draft = config.model_config, config.parallel_config, config.speculative_config
     backend = config.attention_config.backend
-    return Provenance(
-        engine="vllm",
-        engine_version=vllm.__version__,
-        model=str(model.model),
-        dtype=str(model.dtype).removeprefix("torch."),
-        quantization=model.quantization or "",
-        kv_cache_dtype=str(config.cache_config.cache_dtype),
-        attention_backend="" if backend is None else getattr(backend, "name", str(backend)),
-        device=config.device_config.device_type,
-        logprobs_mode=model.logprobs_mode,
-        parallel={
-            "tensor": parallel.tensor_parallel_size,
-            "pipeline": parallel.pipeline_parallel_size,
-            "data": parallel.data_parallel_size,
-        },
-        sampling={}
+    sizes = {
+        "tensor": parallel.tensor_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "data": parallel.data_parallel_size,
+        "expert": 1,
+        "decode_context": getattr(parallel, "decode_context_parallel_size", 1),
+        "prefill_context": getattr(parallel, "prefill_context_parallel_size", 1),
+    }
+    if parallel.enable_expert_parallel:  # over all ranks that hold experts
+        sizes["expert"] = sizes["tensor"] * sizes["data"] * sizes["prefill_context"]
+    always = ("tensor", "pipeline", "data", "expert")
+    commit = getattr(model.hf_config, "_commit_hash", None)  # of a model from the hub
+    fields: dict[str, Any] = {
+        "engine": "vllm",
+        "engine_version": vllm.__version__,
+        "model": str(model.model),
+        "model_revision": commit or model.revision or "",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "head_dtype": str(getattr(model, "head_dtype", "")).removeprefix("torch."),
+        "quantization": model.quantization or "",
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "attention_backend": "" if backend is None else getattr(backend, "name", str(backend)),
+        "batch_invariant": getattr(envs, "VLLM_BATCH_INVARIANT", None),
+        "device": config.device_config.device_type,
+        "logprobs_mode": model.logprobs_mode,
+        "parallel": {k: v for k, v in sizes.items() if v != 1 or k in always},
+        "sampling": {}
         if sampling_params is None
         else {k: getattr(sampling_params, k) for k in _SAMPLING} | {"engine_seed": model.seed},
-    )
+    }
+    native = config.aux_output_config.enable_return_routed_experts
+    extra = {
+        "rows": "native" if native else "hook" if _is_ours(config) else "",
+        "compilation": mode_name(config.compilation_config.mode),
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "speculative": "" if draft is None else str(draft.method),
+        "speculative_tokens": 0 if draft is None else draft.num_speculative_tokens,
+    }
+    for name, value in _facts(engine, config).items():
+        (fields if name in Provenance.__dataclass_fields__ else extra)[name] = value
+    return Provenance(**fields, extra={k: v for k, v in extra.items() if v or v is False})
+
+
+async def fetch_facts(engine: Any) -> dict[str, str]:
+    """Ask the workers of an AsyncLLM what only they know, for the provenance of its traces.
+
+    Once after the start is enough: the answer stays with the engine's VllmConfig. Also takes what
+    `provenance` takes. Returns the answer, empty for an engine without capture. Raises what the
+    engine raises if it is dead.
+    """
+    config = _vllm_config(engine)
+    if not hasattr(config, _FACTS):
+        asked = _ask(engine, config)
+        answers = await asked if inspect.isawaitable(asked) else asked
+        setattr(config, _FACTS, _merged(answers))
+    return dict(getattr(config, _FACTS))
+
+
+def _facts(engine: Any, config: Any) -> dict[str, str]:
+    """What the workers have said, asking them if that can be done here."""
+    if not hasattr(config, _FACTS):
+        if engine is config or inspect.iscoroutinefunction(
+            getattr(engine, "collective_rpc", None)
+        ):
+            return {}  # nobody to ask here and now: see fetch_facts
+        try:
+            answers = _ask(engine, config)
+        except Exception:  # a dead engine's outputs are still good, and vLLM raises any class
+            answers = []
+        setattr(config, _FACTS, _merged(answers))
+    return getattr(config, _FACTS)
+
+
+def _ask(engine: Any, config: Any) -> Any:
+    """One answer per worker, or an awaitable of them; none where no worker of ours runs."""
+    if not _is_ours(config) or not hasattr(engine, "collective_rpc"):
+        return []
+    # no timeout: vLLM would take an answer that comes too late for that of its next call
+    return engine.collective_rpc("r3_facts")
+
+
+def _merged(answers: list[dict[str, str]]) -> dict[str, str]:
+    names = dict.fromkeys(name for answer in answers for name in answer)
+    values = {name: {a[name] for a in answers if name in a} for name in names}
+    return {name: ", ".join(sorted(found)) for name, found in values.items()}
+
+
+def _is_ours(config: Any) -> bool:
+    """Whether the workers are those of this package (see vllm_plugin)."""
+    return str(config.parallel_config.worker_cls).startswith("r3.engine_hooks.")
 
 
 def _vllm_config(engine: Any) -> Any:

@@ -261,6 +261,16 @@ class RoutingTrace:
             put(data.tobytes())
         return h.hexdigest()
 
+    def __reduce__(self) -> tuple:
+        # for Ray and multiprocessing; content is checked again where it arrives
+        return type(self), (
+            self.spec,
+            self.prompt_len,
+            dict(self.columns),
+            self.rollout_id,
+            self.provenance,
+        )
+
     def __repr__(self) -> str:
         low, high = self.version_range or (0, 0)
         mixed = f", mixes weight versions {low} to {high}" if self.mixes_weights else ""

@@ -1,6 +1,7 @@
-"""The command line: `r3 demo`, `r3 inspect`. The top layer; nothing imports it.
+"""The command line: `r3 demo`, `r3 inspect`, `r3 doctor`. The top layer; nothing imports it.
 
 Exit codes: 0 done, 2 the input is at fault, 1 anything else; an error is one line on stderr.
+`r3 doctor` ends with 1 when capture would not start.
 """
 
 from __future__ import annotations
@@ -75,6 +76,39 @@ def inspect(file: Path, as_json: bool) -> None:
     else:
         render(summary, Console())
     sys.stdout.flush()  # here, where a full disk can still be reported
+
+
+@app.command()
+@click.argument("model", required=False)
+@click.option(
+    "--vllm-arg",
+    "pairs",
+    metavar="KEY=JSON",
+    multiple=True,
+    help="setting of vLLM's EngineArgs, such as tensor_parallel_size=2; may be repeated",
+)
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
+def doctor(model: str | None, pairs: tuple[str, ...], as_json: bool) -> None:
+    """Say whether capture would start here, from which source of rows, and what is wrong.
+
+    With MODEL (a folder or a name on the hub) for that model under these settings. No engine is
+    started. Exit code 0 if capture would start, 1 if something stands in the way.
+    """
+    from rich.console import Console
+
+    from r3.cli.doctor import diagnose, parse_settings, render
+
+    if pairs and model is None:
+        raise click.UsageError("--vllm-arg needs a MODEL")
+    settings = parse_settings(pairs)
+    with Console(stderr=True).status("asking vLLM"):
+        report = diagnose(model, settings)
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        render(report, Console())
+    sys.stdout.flush()
+    sys.exit(0 if report["ok"] else 1)
 
 
 def main() -> None:
