@@ -119,9 +119,10 @@ def check_supported(config: Any, source: str) -> None:
             )
     if source == "hook" and parallel.data_parallel_size != 1:
         raise UnsupportedError(
-            f"capture by the hook does not support data_parallel_size={parallel.data_parallel_size}"
-            ", expected 1: a router then may see the tokens of all ranks, and vLLM's CPU build does "
-            "not run MoE models so, so this was never tried; start one engine per replica"
+            "capture by the hook does not support data_parallel_size="
+            f"{parallel.data_parallel_size}, expected 1: a router then may see the tokens of all "
+            "ranks, and vLLM's CPU build does not run MoE models so: this was never tried; start "
+            "one engine per replica"
         )
     draft = config.speculative_config
     unsupported = {
@@ -135,6 +136,8 @@ def check_supported(config: Any, source: str) -> None:
             "enable_return_routed_experts (vLLM's own capture)": config.aux_output_config.enabled,
             "scheduler_cls": config.scheduler_config.scheduler_cls,
             "ec_transfer_config": config.ec_transfer_config,
+            # ids are logical before the balancer maps them, but its replicas were never tried
+            "enable_eplb": parallel.enable_eplb,
             "enable_dbo (a pass in two halves)": parallel.use_ubatching,
             "sequence-parallel MoE": parallel.use_sequence_parallel_moe,
             "speculative method": draft and draft.method not in _DRAFTS and draft.method,

@@ -39,8 +39,8 @@ def run_tokens(config: Any, runner: Any = None) -> int:
 def check_self_test(ids: np.ndarray, spec: RouterSpec) -> None:
     """ids: integers [tokens, layers, top_k] of random tokens, -1 where nothing was written.
 
-    Raises UnsupportedError, naming the layer, if it was not written or does not depend on the
-    tokens.
+    Raises UnsupportedError, naming the layer, if it was not written, holds what no router can
+    have chosen or does not depend on the tokens.
     """
     for plane, layer in enumerate(spec.moe_layers):
         rows = np.sort(ids[:, plane], axis=-1)
@@ -50,6 +50,12 @@ def check_self_test(ids: np.ndarray, spec: RouterSpec) -> None:
                 f"{found}ids from {rows.min()} to {rows.max()}, expected 0..{spec.num_experts - 1}"
                 "; -1 is what the router left unwritten (was the hook bound after the model was "
                 "compiled, or does the kernel route inside?)"
+            )
+        twice = (rows[:, 1:] == rows[:, :-1]).any(axis=-1)
+        if twice.any():
+            raise UnsupportedError(
+                f"{found}row {twice.argmax()} is {rows[twice.argmax()].tolist()}, expected "
+                f"{spec.top_k} experts, each once"
             )
         if spec.top_k < spec.num_experts and len(rows) >= 16 and (rows == rows[0]).all():
             raise UnsupportedError(

@@ -6,6 +6,7 @@ Works on the rows of our capture (MoE layers only, missing rows -1) and on vLLM'
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import warnings
@@ -84,7 +85,7 @@ def trace_from_output(
         logprobs=_sampled_logprobs(result, config, where),
         weight_versions=versions,
         rollout_id=rollout_id,
-        provenance=provenance(engine, sampling_params),
+        provenance=_with_labels(provenance(engine, sampling_params), result),
     )
 
 
@@ -145,6 +146,16 @@ def provenance(engine: Any, sampling_params: Any = None) -> Provenance:
     for name, value in _facts(engine, config).items():
         (fields if name in Provenance.__dataclass_fields__ else extra)[name] = value
     return Provenance(**fields, extra={k: v for k, v in extra.items() if v or v is False})
+
+
+def _with_labels(made: Provenance, result: Any) -> Provenance:
+    """With vLLM's own weight versions, if the user ever set one, in `extra["weight_versions"]`:
+    [label, start, end] for each run of sampled tokens."""
+    spans = getattr(result, "weight_versions", None) or []
+    if all(span.version == "default" for span in spans):
+        return made
+    labels = [[span.version, span.start, span.end] for span in spans]
+    return dataclasses.replace(made, extra={**made.extra, "weight_versions": labels})
 
 
 async def fetch_facts(engine: Any) -> dict[str, str]:

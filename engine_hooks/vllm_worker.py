@@ -70,8 +70,8 @@ class RouterTap:
         self._views: dict[int, tuple[list[torch.Tensor], np.ndarray]] = {}
         for plane, runner in enumerate(runners):
             _check_router(runner, spec)
-            write = partial(self._write, plane)
-            runner.router.set_capture_fn(self._kept[plane].append if self._buffer is None else write)
+            keep = self._kept[plane].append if self._buffer is None else partial(self._write, plane)
+            runner.router.set_capture_fn(keep)
 
     def _write(self, plane: int, topk_ids: torch.Tensor) -> None:
         assert self._buffer is not None
@@ -98,13 +98,14 @@ class RouterTap:
         views = self._views.get(tokens)
         planes, rows = views or self._make_views(tokens)
         if self._buffer is not None:
-            chosen = list(self._buffer[:, :tokens].cpu().unbind())
-            reported = [int(ids.min()) >= 0 for ids in chosen]
+            ids = self._buffer[:, :tokens].cpu()
+            if int(ids.min()) < 0:
+                self._complain(int((ids < 0).flatten(1).any(1).int().argmax()), tokens)
+            chosen = list(ids.unbind())
         else:
             reported = [len(kept) == 1 for kept in self._kept]
-        if False in reported:
-            self._complain(reported.index(False), tokens)
-        if self._buffer is None:
+            if False in reported:
+                self._complain(reported.index(False), tokens)
             chosen = [kept.pop() for kept in self._kept]
             # what a router reports depends on the number of tokens: looked at when it is new
             if views is None or chosen[0].shape[0] != tokens:
@@ -259,7 +260,7 @@ class _Capturing:
         return output
 
     def _attach(self, output: Any) -> None:
-        if not isinstance(output, ModelRunnerOutput):  # an asynchronous one, of Model Runner V1 or V2
+        if not isinstance(output, ModelRunnerOutput):  # an asynchronous one
             output = output.model_runner_output if self._v2 else output._model_runner_output
         output.aux_output_connector_output, self._step = self._step, None
 

@@ -170,16 +170,31 @@ def find_suspicious(
         if not constant[layer]:
             found.append(Suspicion("narrow_layer", spec.moe_layers[layer], count, start))
 
-    # consecutive ids modulo num_experts in every layer: arange fillers and their shifts
-    chance = min(1.0, spec.num_experts / choices) ** len(spec.moe_layers)
-    if chance * rows < _BY_CHANCE:
-        steps = np.diff(ordered.astype(np.int32), axis=-1)
-        wraps = (spec.num_experts - 1) == ordered[..., -1].astype(np.int32) - ordered[..., 0]
-        gaps = (steps != 1).sum(axis=-1)
-        filler = ((gaps == 0) | ((gaps == 1) & wraps)).all(axis=-1) & valid
-        if filler.any():
-            found.append(Suspicion("filler_rows", None, int(filler.sum()), int(filler.argmax())))
+    filler = _filler_rows(ordered, valid, spec.num_experts, choices)
+    if filler.any():
+        found.append(Suspicion("filler_rows", None, int(filler.sum()), int(filler.argmax())))
     return found
+
+
+def _filler_rows(
+    ordered: np.ndarray, valid: np.ndarray, num_experts: int, choices: int
+) -> np.ndarray:
+    """bool [rows]: consecutive ids modulo num_experts in every layer, as arange fillers have.
+
+    Empty where a router may do that by chance: in each layer as often as among the other rows of
+    the sequence, or as at random among `choices` sets.
+    """
+    steps = np.diff(ordered.astype(np.int32), axis=-1)
+    wraps = (num_experts - 1) == ordered[..., -1].astype(np.int32) - ordered[..., 0]
+    gaps = (steps != 1).sum(axis=-1)
+    consecutive = (gaps == 0) | ((gaps == 1) & wraps)  # [rows, layers]
+    filler = consecutive.all(axis=-1) & valid
+    others = valid & ~filler
+    observed = (consecutive[others].sum(axis=0) + 1) / (others.sum() + 1)
+    if others.sum() < _CONSTANT_ROWS:
+        observed = np.zeros(ordered.shape[1])
+    chance = np.maximum(observed, min(1.0, num_experts / choices)).prod()
+    return filler if len(valid) * chance < _BY_CHANCE else np.zeros_like(filler)
 
 
 def _narrow_layers(

@@ -146,3 +146,20 @@ def test_inspect_without_versions(tmp_path):
     console = Console(width=80, file=io.StringIO())
     render(summary, console)
     assert "no captured row in 1 traces" in console.file.getvalue()
+
+
+def test_a_trace_can_be_pickled():
+    """Ray and multiprocessing do; what arrives is checked and has the same content."""
+    import pickle
+
+    trace = RoutingTrace.build(
+        spec=SPEC,
+        token_ids=range(5),
+        routed_experts=np.tile(np.arange(SPEC.top_k), (4, len(SPEC.moe_layers), 1)),
+        prompt_len=2,
+        weight_versions=[0, 0, 1, 1],
+        valid=np.array([True, True, False, True]),
+    )
+    copy = pickle.loads(pickle.dumps(trace))
+    assert (copy.digest, copy.rollout_id) == (trace.digest, trace.rollout_id)
+    assert copy.weight_versions.tolist() == [0, 0, -1, 1]

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -96,11 +97,11 @@ def doctor(model: str | None, pairs: tuple[str, ...], as_json: bool) -> None:
     """
     from rich.console import Console
 
-    from r3.cli.doctor import diagnose, parse_settings, render
+    from r3.cli.doctor import diagnose, render
 
-    if pairs and model is None:
+    if pairs and not model:
         raise click.UsageError("--vllm-arg needs a MODEL")
-    settings = parse_settings(pairs)
+    settings = _settings(pairs)
     with Console(stderr=True).status("asking vLLM"):
         report = diagnose(model, settings)
     if as_json:
@@ -109,6 +110,23 @@ def doctor(model: str | None, pairs: tuple[str, ...], as_json: bool) -> None:
         render(report, Console())
     sys.stdout.flush()
     sys.exit(0 if report["ok"] else 1)
+
+
+def _settings(pairs: tuple[str, ...]) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        key = key.removeprefix("--").replace("-", "_")
+        if not equals or not key.isidentifier() or key == "model" or key in settings:
+            raise click.UsageError(f"--vllm-arg {pair}: expected KEY=JSON, each KEY once, no model")
+        try:
+            settings[key] = json.loads(text)
+        except (ValueError, RecursionError):
+            raise click.UsageError(
+                f"--vllm-arg {pair:.200}: not JSON; text takes quotes, as in "
+                "--vllm-arg 'dtype=\"bfloat16\"', and true and false are small"
+            ) from None
+    return settings
 
 
 def main() -> None:
