@@ -109,12 +109,18 @@ class RouterTap:
             chosen = [kept.pop() for kept in self._kept]
             # what a router reports depends on the number of tokens: looked at when it is new
             if views is None or chosen[0].shape[0] != tokens:
-                for plane, ids in enumerate(chosen):
-                    if ids.shape[0] < tokens:
-                        self._complain(plane, tokens)
-                    chosen[plane] = ids[:tokens]
-        torch._foreach_copy_(planes, chosen)
+                chosen = [self._cut(i, ids, tokens) for i, ids in enumerate(chosen)]
+        try:
+            torch._foreach_copy_(planes, chosen)
+        except RuntimeError:  # sizes that do not match
+            chosen = [self._cut(i, ids, tokens) for i, ids in enumerate(chosen)]
+            torch._foreach_copy_(planes, chosen)
         return rows.copy()
+
+    def _cut(self, plane: int, ids: torch.Tensor, tokens: int) -> torch.Tensor:
+        if ids.shape[0] < tokens:
+            self._complain(plane, tokens)
+        return ids[:tokens]
 
     def _complain(self, plane: int, tokens: int) -> None:
         raise CaptureError(

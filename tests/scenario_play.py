@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import random
 from collections import Counter
@@ -14,6 +15,7 @@ from scenarios import Request, Scenario, turn_requests
 
 TENSOR_PARALLEL_CORES = "0|1"
 SAMPLED_FROM = "processed_logprobs"
+_TOO_LONG = 400  # seconds
 _CAPTURE = {"r3": {"capture": True}}
 
 
@@ -28,6 +30,7 @@ def play(
 ) -> dict[str, Any]:
     """Traces go to `file`. Returns what was asked for each of them, by rollout id, and counts of
     what happened. mutate: called before the engine starts; in-process engines only."""
+    faulthandler.dump_traceback_later(_TOO_LONG, exit=True)  # a test that hangs says where
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(scenario.multiprocess))
     if "tensor_parallel" in scenario.kinds:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = TENSOR_PARALLEL_CORES
@@ -84,7 +87,8 @@ def _play_turn(
                 collector.counts["aborts"] += 1
         if step in resets and engine.reset_prefix_cache(reset_running_requests=True):
             collector.counts["resets"] += 1
-        for output in engine.step():
+        # without a request, an engine in a process of its own would wait for one
+        for output in engine.step() if engine.has_unfinished_requests() else ():
             collector.take(output)
         step += 1
 

@@ -1,7 +1,8 @@
-"""`r3 doctor`: what it says of this machine, of models and settings, and of broken installations."""
+"""`r3 doctor`: what it says of this machine, of models, settings and broken installations."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -14,9 +15,9 @@ import pytest
 from rich.console import Console
 
 import triton_cpu
-from r3.cli import doctor
 from r3.cli.isolate import StageError
 
+doctor = importlib.import_module("r3.cli.doctor")  # as an attribute of r3.cli it is the command
 CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
