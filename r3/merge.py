@@ -13,10 +13,11 @@ from r3.trace import Column, RoutingTrace
 def merge_prefill_decode(prefill: RoutingTrace, decode: RoutingTrace) -> RoutingTrace:
     """The trace of a rollout whose prompt was forwarded by one engine and continued by another.
 
-    The decode engine received the prompt's KV, so its rows there are missing or bogus. Each row
-    of the prompt comes from `prefill` where it was captured there, all others from `decode`. A
-    decode engine that forwards the last prompt token once more, to sample from it, has the row
-    that counts: mark that row of `prefill` as not valid. A row that neither captured stays missing.
+    The decode engine received the prompt's KV, so its rows there are missing or bogus. If it
+    marks any of them missing (this package's capture does), its mask is believed: rows that it
+    computed itself, such as that of the last prompt token, are its own, the others come from
+    `prefill`. If it marks none, all rows of the prompt come from `prefill` where it has them. A
+    row that neither captured stays missing.
 
     prefill: the prompt and at least one sampled token, without which the last prompt token has
     no row; what was sampled there, and its log-probability, is not used.
@@ -52,6 +53,8 @@ def merge_prefill_decode(prefill: RoutingTrace, decode: RoutingTrace) -> Routing
     # [decode's rows], True where the row is prefill's
     taken = np.zeros(decode.num_rows, bool)
     taken[:rows] = prefill.valid[:rows]
+    if not decode.valid[:rows].all():
+        taken &= ~decode.valid
 
     def pick(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
         merged = theirs.copy()

@@ -126,31 +126,37 @@ def sampled_logprobs(report: Any, *, model: Path, mode: str) -> dict[str, Any]:
 
 
 def refusals(report: Any, *, model: Path, mixed: dict[str, Path]) -> dict[str, str]:
-    """The message of each configuration that must be refused before an engine starts."""
+    """What is said of each configuration before an engine starts: a refusal or "accepted"."""
     from vllm.engine.arg_utils import EngineArgs
 
     from r3.errors import R3Error
 
+    def speculative(method: str, **more: Any) -> dict[str, Any]:
+        settings = {"method": method, "num_speculative_tokens": 2, **more}
+        return {"speculative_config": settings}
+
     cases: dict[str, dict[str, Any]] = {
-        "tensor_parallel_size": {"tensor_parallel_size": 2},
         "pipeline_parallel_size": {"pipeline_parallel_size": 2},
-        "speculative_config": {
-            "speculative_config": {
-                "method": "ngram",
-                "num_speculative_tokens": 2,
-                "prompt_lookup_max": 2,
-            }
+        "data_parallel_size": {"data_parallel_size": 2},
+        "decode_context_parallel_size": {
+            "tensor_parallel_size": 4,
+            "decode_context_parallel_size": 2,
         },
-        "enforce_eager": {"enforce_eager": False},
-        "kv_transfer_config": {"kv_offloading_size": 0.1},
+        "speculative method": speculative("suffix"),
         "scheduler_cls": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
         "lora_config": {"enable_lora": True},
         "enable_prompt_embeds": {"enable_prompt_embeds": True},
-        "worker class": {"worker_cls": "vllm.v1.worker.gpu_worker.Worker"},
+        "worker class": {"worker_cls": "some.other.Worker"},
         "dense": {"model": str(mixed["dense"])},
         "unknown key": {"additional_config": {"r3": {"capture": True, "speed": 9}}},
         "not a bool": {"additional_config": {"r3": {"capture": "yes"}}},
         "not a dict": {"additional_config": {"r3": True}},
+        "bad source": {"additional_config": {"r3": {"capture": True, "source": "hooks"}}},
+        "compiled": {"enforce_eager": False},
+        "tensor parallel": {"tensor_parallel_size": 2},
+        "ngram": speculative("ngram", prompt_lookup_max=2),
+        "draft model": speculative("draft_model", model=str(model)),
+        "kv offloading": {"kv_offloading_size": 0.1},
     }
     base = {
         "model": str(model),
@@ -182,7 +188,7 @@ def hostile_outputs(report: Any, *, model: Path) -> dict[str, str]:
     from vllm import SamplingParams
 
     from r3.engine_hooks.vllm_trace import trace_from_output
-    from r3.engine_hooks.vllm_worker import SlotRows
+    from r3.engine_hooks.rows import SlotStore, pack, unpack
 
     llm = _llm(model)
     prompt = [{"prompt_token_ids": list(range(5, 45))}]
@@ -201,11 +207,23 @@ def hostile_outputs(report: Any, *, model: Path) -> dict[str, str]:
             found[name] = f"{type(e).__name__}: {e}"
 
     def rows(change: Any) -> Any:
+        """A change to plain ids, such as vLLM's own capture returns."""
+
         def apply(output: Any, completion: Any) -> None:
-            ids = completion.routed_experts.astype(np.int32)
-            completion.routed_experts = change(ids)
+            ids, _ = unpack(completion.routed_experts, spec)
+            completion.routed_experts = change(ids.astype(np.int32))
 
         return apply
+
+    def packed(change: Any) -> Any:
+        def apply(output: Any, completion: Any) -> None:
+            completion.routed_experts = change(completion.routed_experts.copy())
+
+        return apply
+
+    def unwritten(rows: np.ndarray) -> np.ndarray:
+        rows[2] = 0
+        return rows
 
     def put(at: tuple, value: Any) -> Any:
         def change(ids: np.ndarray) -> np.ndarray:
@@ -234,17 +252,26 @@ def hostile_outputs(report: Any, *, model: Path) -> dict[str, str]:
     attempt("few logprobs", lambda o, c: c.logprobs.pop())
     attempt("no completion", lambda o, c: None, completion=1)
 
-    store = SlotRows(num_blocks=4, block_size=8, spec=spec)
-    written = good.outputs[0].routed_experts[:4]
+    attempt("packed", packed(lambda rows: rows))
+    attempt("packed short", packed(lambda rows: rows[:-1]))
+    attempt("packed unwritten", packed(unwritten))
+    attempt("packed without versions", packed(lambda rows: rows[:, :, : len(spec.moe_layers)]))
+    attempt("packed wide", packed(lambda rows: rows.astype(np.int32)))
+
+    store = SlotStore(num_blocks=4, block_size=8, spec=spec)
+    written = good.outputs[0].routed_experts[:4].copy()
     store.write(np.array([8, 9, 10, 30]), written)
-    store.copy_blocks([(1, 2)])
-    found["store"] = store.read(np.array([16, 18, 30, 19]))
-    found["written"] = written
+    found["written"] = unpack(written, spec)
+    store.next_pass((), [(1, 2)])
+    found["copied"] = unpack(store.read(np.array([2, 3]), 0, 15), spec)
+    store.next_pass([1], ())
+    store.write(np.array([9]), pack(unpack(written[3:], spec)[0], 7, spec))
+    found["given out"] = unpack(store.read(np.array([1, 3]), 0, 15), spec)
 
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     routers = [m.router for m in runner.get_model().modules() if hasattr(m, "router")]
-    routers[1].set_capture_fn(None)
+    routers[1].set_capture_fn(lambda ids: None)
     try:
         llm.generate([{"prompt_token_ids": list(range(60, 70))}], sampling, use_tqdm=False)
         found["dumb router"] = "accepted"

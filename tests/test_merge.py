@@ -63,8 +63,10 @@ def test_each_row_comes_from_where_it_should(prompt, sampled, prefilled, data):
     merged = merge_prefill_decode(prefill, decode)
     assert merged.rollout_id == decode.rollout_id
     assert (merged.weight_versions is not None) == all(versions)
+    believed = not decode.valid[:prompt].all()
     for row in range(n - 1):
-        source = prefill if row < prompt and prefill.valid[row] else decode
+        own = row >= prompt or not prefill.valid[row] or (believed and decode.valid[row])
+        source = decode if own else prefill
         assert merged.valid[row] == source.valid[row]
         assert (merged.routed_experts[row] == source.routed_experts[row]).all()
         if all(versions):

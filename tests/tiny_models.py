@@ -141,9 +141,10 @@ def hf_routing(path: Path, sequences: list[np.ndarray], top_k: int) -> list[tupl
         scores = logits if bias is None else logits.sigmoid() + bias
         best = scores.float().topk(top_k + 1, dim=-1)
         own = indices.sort(dim=-1).values
-        assert torch.equal(own, best.indices[:, :top_k].sort(dim=-1).values) or (
-            best.values[:, top_k - 1] - best.values[:, top_k]
-        ).min() == 0, "the gaps are not those of what this router chooses by"
+        assert (
+            torch.equal(own, best.indices[:, :top_k].sort(dim=-1).values)
+            or (best.values[:, top_k - 1] - best.values[:, top_k]).min() == 0
+        ), "the gaps are not those of what this router chooses by"
         chosen.append(own.numpy())
         gaps.append((best.values[:, top_k - 1] - best.values[:, top_k]).numpy())
 
