@@ -27,11 +27,6 @@ TESTED_VERSIONS = ("0.31.", "0.32.")
 def check_vllm() -> None:
     """Raise UnsupportedError unless the installed vLLM is one that the hook knows."""
     import vllm
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.worker.gpu_worker import Worker
 
     if not vllm.__version__.startswith(TESTED_VERSIONS):
         raise UnsupportedError(
@@ -39,6 +34,12 @@ def check_vllm() -> None:
             f"{vllm.__version__}; before 0.31 the scheduler has no aux_output_connector, later "
             "versions were not tested"
         )
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_worker import Worker
+
     original = getattr(EngineArgs.create_engine_config, "__wrapped__", None)
     _expect(original or EngineArgs.create_engine_config, "self", "VllmConfig(")
     _expect(BlockPool.get_new_blocks, "self num_blocks", "free_block_queue.popleft_n(")

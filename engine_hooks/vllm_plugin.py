@@ -11,7 +11,8 @@ config goes through as it came.
 There are two sources of rows. "hook" is ours: worker and scheduler of this package. "native" is
 vLLM's (`enable_return_routed_experts`), which needs Model Runner V2; we turn it on, try it at
 start and convert what it returns. `choose_source` says which and why; add `"source": "hook"` to
-the key for our own hook on Model Runner V2, where it is untested.
+the key for our own hook on Model Runner V2, where it is tested on a CPU only (eager mode, through
+Triton's interpreter).
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def capture_settings(additional_config: Any) -> dict[str, Any]:
     ours = additional_config["r3"]
     if not isinstance(ours, dict) or set(ours) - {"capture", "source"}:
         raise UnsupportedError(
-            f'additional_config["r3"] is {ours!r}, expected {{"capture": true}} or '
-            '{"capture": false}'
+            f'additional_config["r3"] is {ours!r}, expected {{"capture": true}}, '
+            '{"capture": false} or {"capture": true, "source": "hook"}'
         )
     if not isinstance(ours.get("capture", False), bool):
         raise UnsupportedError(
@@ -72,7 +73,7 @@ def choose_source(config: Any, wanted: str | None = None) -> tuple[str, str]:
     v2 = config.use_v2_model_runner
     if wanted == "hook":
         return "hook", "asked for" + (
-            "; on Model Runner V2 this is untested" if v2 else ", and the default on V1"
+            "; on Model Runner V2 this is tested on a CPU only" if v2 else ", and the default on V1"
         )
     if wanted == "native" or v2:
         return "native", "asked for" if wanted else (

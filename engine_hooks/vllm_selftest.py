@@ -6,6 +6,9 @@ running engine that would show only in training.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,9 +25,15 @@ def run_tokens(config: Any, runner: Any = None) -> int:
     tokens = min(_TOKENS, config.scheduler_config.max_num_batched_tokens)
     if runner is None:
         return tokens
+    with _random_state_kept():
+        _run(config, runner, tokens)
+    return tokens
+
+
+def _run(config: Any, runner: Any, tokens: int) -> None:
     if config.use_v2_model_runner:
         runner._dummy_run(tokens, randomize_inputs=True)
-        return tokens
+        return
     rng = torch.Generator().manual_seed(0)
     vocabulary = config.model_config.get_vocab_size()
     # dummy runs take what lies in the input buffers
@@ -33,7 +42,17 @@ def run_tokens(config: Any, runner: Any = None) -> int:
     if runner.supports_mm_inputs:
         runner.inputs_embeds.gpu[:tokens].normal_()
     runner._dummy_run(tokens, force_attention=True)
-    return tokens
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """vLLM seeds everything before this; what it samples must not depend on the self-test."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    python, array = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=devices):
+        yield
+    random.setstate(python)
+    np.random.set_state(array)
 
 
 def check_self_test(ids: np.ndarray, spec: RouterSpec) -> None:

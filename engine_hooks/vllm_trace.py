@@ -94,10 +94,10 @@ def provenance(engine: Any, sampling_params: Any = None) -> Provenance:
 
     engine: as for `trace_from_output`. Most is read off its VllmConfig. What only its workers
     know (attention backend, MoE kernel, KV-cache type, graphs, device name) an LLM or LLMEngine
-    with capture is asked for, once: the first call waits for the engine, like any other call to
-    it, and the answer stays with its VllmConfig. So ask first while it is alive and not amid a
-    weight update. An AsyncLLM must be asked beforehand, see `fetch_facts`. Where nobody was
-    asked or nobody answered, these fields are empty or those of the settings.
+    with capture is asked for, once: the first call belongs into the thread that drives the
+    engine and waits for it, like any other call to it; the answer stays with its VllmConfig. An
+    AsyncLLM must be asked beforehand, see `fetch_facts`. Where nobody was asked, or a dead engine
+    did not answer, these fields are empty or those of the settings.
     """
     import vllm
     from vllm import envs
@@ -166,19 +166,17 @@ async def fetch_facts(engine: Any) -> dict[str, str]:
     engine raises if it is dead.
     """
     config = _vllm_config(engine)
-    if not hasattr(config, _FACTS):
+    if engine is not config and not hasattr(config, _FACTS):
         asked = _ask(engine, config)
         answers = await asked if inspect.isawaitable(asked) else asked
         setattr(config, _FACTS, _merged(answers))
-    return dict(getattr(config, _FACTS))
+    return dict(getattr(config, _FACTS, {}))
 
 
 def _facts(engine: Any, config: Any) -> dict[str, str]:
     """What the workers have said, asking them if that can be done here."""
     if not hasattr(config, _FACTS):
-        if engine is config or inspect.iscoroutinefunction(
-            getattr(engine, "collective_rpc", None)
-        ):
+        if engine is config or inspect.iscoroutinefunction(getattr(engine, "collective_rpc", None)):
             return {}  # nobody to ask here and now: see fetch_facts
         try:
             answers = _ask(engine, config)

@@ -142,7 +142,7 @@ def refusals(report: Any, *, model: Path, mixed: dict[str, Path]) -> dict[str, s
             "tensor_parallel_size": 4,
             "decode_context_parallel_size": 2,
         },
-        "speculative method": speculative("suffix"),
+        "speculative method": speculative("ngram_gpu", prompt_lookup_max=2),
         "scheduler_cls": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
         "lora_config": {"enable_lora": True},
         "enable_prompt_embeds": {"enable_prompt_embeds": True},
@@ -178,6 +178,50 @@ def refusals(report: Any, *, model: Path, mixed: dict[str, Path]) -> dict[str, s
     found["worker_cls"] = ours.parallel_config.worker_cls
     off = EngineArgs(**(base | {"additional_config": {"r3": {"capture": False}}}))
     found["off"] = off.create_engine_config().parallel_config.worker_cls
+    return found | _strange_vllm()
+
+
+def _strange_vllm() -> dict[str, str]:
+    """What `check_vllm` says of a vLLM that is not the one it was written for."""
+    import vllm
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from r3.engine_hooks.vllm_patches import check_vllm
+    from r3.errors import UnsupportedError
+
+    def get_new_blocks(self: Any, num_blocks: int) -> list[Any]:
+        return self.cheaper_queue.take(num_blocks)
+
+    def update_from_output(self: Any, outputs: Any) -> Any:
+        return self.original(outputs)
+
+    def select_experts(self: Any, topk_ids: Any) -> Any:
+        topk_ids = self._apply_eplb_mapping(topk_ids)  # logical ids are gone by the next line
+        self.capture_fn(topk_ids)
+        return topk_ids
+
+    found = {}
+    for name, owner, attribute, value in (
+        ("as installed", vllm, "__version__", vllm.__version__),
+        ("later version", vllm, "__version__", "0.33.0"),
+        ("earlier version", vllm, "__version__", "0.30.1"),
+        ("other source", BlockPool, "get_new_blocks", get_new_blocks),
+        ("other parameters", Scheduler, "update_from_output", update_from_output),
+        ("other order", BaseRouter, "_select_experts", select_experts),
+        ("other worker", Worker, "sample_tokens", lambda self: None),
+    ):
+        before = getattr(owner, attribute)
+        setattr(owner, attribute, value)
+        try:
+            check_vllm()
+            found[name] = "accepted"
+        except UnsupportedError as e:
+            found[name] = str(e)
+        finally:
+            setattr(owner, attribute, before)
     return found
 
 
@@ -187,8 +231,8 @@ def hostile_outputs(report: Any, *, model: Path) -> dict[str, str]:
 
     from vllm import SamplingParams
 
-    from r3.engine_hooks.vllm_trace import trace_from_output
     from r3.engine_hooks.rows import SlotStore, pack, unpack
+    from r3.engine_hooks.vllm_trace import trace_from_output
 
     llm = _llm(model)
     prompt = [{"prompt_token_ids": list(range(5, 45))}]

@@ -35,9 +35,7 @@ def _llm(model: Path, **settings: Any) -> Any:
     return LLM(model=str(model), **(defaults | settings))
 
 
-def mixed_load(
-    report: Any, *, model: Path, file: Path, key: dict[str, Any], async_scheduling: bool
-) -> dict[str, Any]:
+def mixed_load(report: Any, *, model: Path, file: Path, key: dict[str, Any]) -> dict[str, Any]:
     """Chunked prefill, shared prefixes, repeats and preemption; traces go to `file`.
 
     key: the value of "r3" in additional_config. Between the two turns the engine is given a
@@ -51,7 +49,7 @@ def mixed_load(
     from r3.spec import RouterSpec
     from r3.storage import ShardWriter
 
-    llm = _llm(model, additional_config={"r3": key}, async_scheduling=async_scheduling)
+    llm = _llm(model, additional_config={"r3": key})
     engine = llm.llm_engine
     rng = random.Random(3)
 
@@ -73,9 +71,9 @@ def mixed_load(
 
         prompts: list[list[int]] = []
         for turn in range(2):
-            prompts = prompts[:3] + [kinds[i % 3]() for i in range(8 - len(prompts[:3]))]
+            prompts = prompts[:3] + [kinds[i % 3]() for i in range(6 - len(prompts[:3]))]
             sampling = [
-                SamplingParams(n=2, max_tokens=14 - i % 5, ignore_eos=True, logprobs=0)
+                SamplingParams(n=2, max_tokens=16 - i % 5, ignore_eos=True)
                 for i in range(len(prompts))
             ]
             requests = [{"prompt_token_ids": p} for p in prompts]

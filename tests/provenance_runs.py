@@ -100,6 +100,7 @@ def without_capture(report: Any, *, model: Path) -> dict[str, Any]:
         engine = AsyncLLM.from_engine_args(args)
         try:
             found: dict[str, Any] = {"not asked": provenance(engine).to_dict()}
+            found["nobody"] = await fetch_facts(engine.vllm_config)
             found["facts"] = await fetch_facts(engine)
             found["again"] = await fetch_facts(engine.vllm_config)
             found["asked"] = provenance(engine).to_dict()

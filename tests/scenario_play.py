@@ -32,6 +32,8 @@ def play(
     what happened. mutate: called before the engine starts; in-process engines only."""
     faulthandler.dump_traceback_later(_TOO_LONG, exit=True)  # a test that hangs says where
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(scenario.multiprocess))
+    # a model compiled with one way to capture must not come back in a test of another
+    os.environ.setdefault("VLLM_DISABLE_COMPILE_CACHE", "1")
     if "tensor_parallel" in scenario.kinds:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = TENSOR_PARALLEL_CORES
     from vllm.engine.arg_utils import EngineArgs

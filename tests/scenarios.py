@@ -101,7 +101,7 @@ def scenario(
     seed: int,
     kinds: set[str] | None = None,
     family: str | None = None,
-    requests: int = 28,
+    requests: int = 24,
     turns: int = 3,
 ) -> Scenario:
     """Draw a scenario; kinds and family too where they are not given."""
@@ -152,13 +152,15 @@ def turn_requests(s: Scenario, turn: int, before: list[Request]) -> list[Request
     found = []
     for i in range(s.requests):
         stops = "stops" in s.kinds and i % 2 == 0
+        # drafts are accepted the more often, the colder
+        temperature = rng.choice((0.0, 0.1, 1.0)) if speculating else 1.0
         found.append(
             Request(
                 name=f"{turn}.{i}",
                 prompt=prompt(i),
-                n=rng.randrange(1, 4) if "samples" in s.kinds else 1,
+                n=rng.randrange(1, 4) if "samples" in s.kinds and temperature else 1,
                 max_tokens=1 if rng.random() < 0.08 else rng.randrange(20, 56),
-                temperature=rng.choice((0.0, 0.3, 1.0)) if speculating else 1.0,
+                temperature=temperature,
                 output_kind=rng.choice(("FINAL_ONLY", "CUMULATIVE", "DELTA")),
                 arrives=rng.randrange(0, 60),
                 # vLLM on a CPU has no finite ones for tokens that were speculated
@@ -167,8 +169,8 @@ def turn_requests(s: Scenario, turn: int, before: list[Request]) -> list[Request
                 priority=rng.randrange(0, 5) if "priority" in s.kinds else 0,
                 stop=[f"t{rng.randrange(10, 50)}" for _ in range(3)] if stops else [],
                 stop_token_ids=[rng.randrange(4, 512) for _ in range(12)] if stops else [],
-                abort_after=rng.randrange(1, 40)
-                if "aborts" in s.kinds and rng.random() < 0.25
+                abort_after=rng.randrange(1, 25)
+                if "aborts" in s.kinds and rng.random() < 0.35
                 else None,
             )
         )

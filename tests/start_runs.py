@@ -86,3 +86,14 @@ def start_refusals(report: Any, *, model: Path) -> dict[str, str]:
     window = dataclasses.replace(core.scheduler.kv_cache_config, kv_cache_groups=[])
     attempt("no full attention", lambda: full_attention_group(window))
     return found
+
+
+def sampled(report: Any, *, model: Path, capture: bool) -> list[list[int]]:
+    """Tokens sampled at temperature 1 by an engine with the default seed."""
+    from vllm import SamplingParams
+
+    llm = _llm(model, additional_config={"r3": {"capture": capture}})
+    prompts = [{"prompt_token_ids": list(range(5 + i, 35 + i))} for i in range(8)]
+    sampling = SamplingParams(max_tokens=30, temperature=1.0)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs]

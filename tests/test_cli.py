@@ -104,7 +104,7 @@ def test_demo_refuses_models_it_cannot_run(tmp_path):
         model("short", {"model_type": "qwen3_moe", "num_experts": 8}): "num_hidden_layers",
         model(
             "types", {"model_type": "qwen3_moe", "num_experts": 8, **sizes, "mlp_only_layers": 5}
-        ): ("malformed"),
+        ): "mlp_only_layers is 5",
         model("deep", "[" * 100_000): "config.json cannot be read",
         model("small", {"model_type": "qwen3_moe", "num_experts": 8, **sizes, "vocab_size": 3}): (
             "vocab_size is 3"
@@ -184,7 +184,7 @@ def test_demo_refuses_checkpoints_before_sampling(tmp_path):
     weights = (model / "model.safetensors").read_bytes()
     for change, content, words in (
         ({"hidden_act": "gelu"}, weights, "hidden_act is 'gelu'"),
-        ({"num_hidden_layers": "4"}, weights, "malformed"),
+        ({"num_hidden_layers": "4"}, weights, "num_hidden_layers is '4'"),
         ({}, weights[:-100], "model.safetensors cannot be read"),
     ):
         (model / "config.json").write_text(json.dumps(config | change))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import native_runs
 import numpy as np
 import pytest
-import triton_cpu
 
+import native_runs
+import triton_cpu
 from r3 import RouterSpec
 from r3.errors import UnsupportedError
 from r3.storage import ShardReader
@@ -23,24 +23,21 @@ NEAR_TIE = 1e-4  # gap of the k-th and the next router logit below which float32
 NATIVE, HOOK = {"capture": True}, {"capture": True, "source": "hook"}
 
 
-@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
-    ("key", "family", "async_scheduling"),
+    ("key", "family"),
     [
-        pytest.param(NATIVE, "qwen3_moe", False, id="native"),
-        pytest.param(NATIVE, "mixtral", True, id="native-async"),
-        pytest.param(HOOK, "qwen3_moe", True, id="hook-async"),
+        pytest.param(NATIVE, "qwen3_moe", marks=pytest.mark.slow, id="native"),
+        pytest.param(NATIVE, "mixtral", marks=pytest.mark.full, id="native-mixtral"),
+        pytest.param(HOOK, "qwen3_moe", marks=pytest.mark.slow, id="hook"),
     ],
 )
-def test_rows_equal_hugging_face(key, family, async_scheduling, model_dir, run_engine, tmp_path):
+def test_rows_equal_hugging_face(key, family, model_dir, run_engine, tmp_path):
     """Chunked prefill, prefix hits and preemption on V2, either source; that native rows pass
     also says that dense layers (zeros in vLLM's rows) were dropped and the self-test was passed.
     The user's weight versions go with each trace."""
     model, file = model_dir(family), tmp_path / "routing.r3"
-    load = run_engine(
-        native_runs.mixed_load, model=model, file=file, key=key, async_scheduling=async_scheduling
-    )
+    load = run_engine(native_runs.mixed_load, model=model, file=file, key=key)
     native = "source" not in key
     assert load["worker"] == ("NativeCPUWorker" if native else "CaptureCPUWorker")
     assert load["runner"] == "vllm.v1.worker.cpu.model_runner"
@@ -48,7 +45,7 @@ def test_rows_equal_hugging_face(key, family, async_scheduling, model_dir, run_e
     assert load["preemptions"] > 0
     with ShardReader(file) as shard:
         traces, spec = list(shard), shard.spec
-    assert len(traces) == 33
+    assert len(traces) == 25
     truth = hf_routing(model, [t.token_ids for t in traces], spec.top_k)
     cells = differ = near = shifted_differ = 0
     for trace, (experts, gap) in zip(traces, truth, strict=True):
@@ -62,7 +59,7 @@ def test_rows_equal_hugging_face(key, family, async_scheduling, model_dir, run_e
         shifted = (rows[:-1] != experts[1:-1]).any(axis=-1) & ~tie[1:]
         shifted_differ += shifted.sum()
     print(f"{family}: {load}, {cells} cells, {differ} differ, {near} near-ties")  # pytest -s
-    assert cells > 5000
+    assert cells > 6000
     assert differ <= near <= 0.01 * cells
     assert shifted_differ > 0.2 * cells, "a capture shifted by one row would have passed"
 

@@ -55,6 +55,7 @@ def test_an_engine_process_and_a_dead_one(model_dir, run_engine):
 def test_asynchronous_and_without_capture(model_dir, run_engine):
     found = run_engine(provenance_runs.without_capture, model=model_dir("qwen3_moe"))
     assert "moe_kernel" not in found["not asked"]
+    assert found["nobody"] == {}
     assert found["facts"] == found["again"]
     assert found["asked"]["moe_kernel"] == found["facts"]["moe_kernel"]
     assert found["asked"]["extra"]["cudagraphs"] == found["facts"]["cudagraphs"]

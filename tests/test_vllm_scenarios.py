@@ -24,7 +24,7 @@ SMALL = (
     ("mixtral", {"tensor_parallel", "chunked", "preemption"}),
     ("glm4_moe", {"async", "chunked", "prefix", "aborts", "preemption", "priority"}),
 )
-FULL_SEEDS = range(24)
+FULL_SEEDS, FULL_REQUESTS = range(24), 52
 
 
 def run(s: Scenario, model_dir: Callable, run_engine: Callable, folder: Path) -> tuple[Any, Counts]:
@@ -73,7 +73,8 @@ def test_a_million_cells(model_dir, run_engine, tmp_path):
     """Families in turn, everything else drawn: no gap, no wrong length, no wrong cell."""
     total, seen = Counts(), Counter()
     for seed in FULL_SEEDS:
-        s = scenario(seed, family=MOE_FAMILIES[seed % len(MOE_FAMILIES)])
+        family = MOE_FAMILIES[seed % len(MOE_FAMILIES)]
+        s = scenario(seed, family=family, requests=FULL_REQUESTS)
         folder = tmp_path / str(seed)
         folder.mkdir()
         happened, counts = run(s, model_dir, run_engine, folder)

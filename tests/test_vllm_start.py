@@ -30,3 +30,11 @@ def test_27_faults_are_refused_at_start(model_dir, run_engine):
     assert set(found) == set(expected)
     for name, pattern in expected.items():
         assert re.match(pattern, found[name]), (name, found[name])
+
+
+def test_capture_does_not_change_what_is_sampled(model_dir, run_engine):
+    """The self-test leaves the random state as vLLM seeded it."""
+    model = model_dir("qwen3_moe")
+    on, off = (run_engine(start_runs.sampled, model=model, capture=c) for c in (True, False))
+    assert on == off
+    assert len({tuple(tokens) for tokens in on}) == 8

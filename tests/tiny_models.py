@@ -94,7 +94,7 @@ def _new_model(family: str) -> Any:
     return t.Qwen3ForCausalLM(t.Qwen3Config(**COMMON, intermediate_size=128))
 
 
-def make_draft(target: Path, path: Path, noise: float = 0.06, seed: int = 0) -> Path:
+def make_draft(target: Path, path: Path, noise: float = 0.02, seed: int = 0) -> Path:
     """The target with noise on every weight: often accepted, and with routers that choose
     otherwise in some per cent of cells."""
     import torch

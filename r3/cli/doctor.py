@@ -77,9 +77,8 @@ def render(report: dict[str, Any], console: Console) -> None:
     for f in report["findings"]:
         line(f["state"], f["about"], f["text"])
     if report["ok"]:
-        would = "would" if report["model"] else "can"
-        source = f"rows from {report['source']!r}: {report['why']}"
-        line("ok", "capture", f"{would} start; {source}")
+        starts = "would start" if report["model"] else "can start"
+        line("ok", "capture", f"{starts}; rows from {report['source']!r}: {report['why']}")
     else:
         line("problem", "capture", "would not start")
 
@@ -211,7 +210,7 @@ def _describe_engine(config: Any, settings: dict[str, Any], found: dict[str, Any
     findings = found["findings"]
     found["runner"] = "V2" if config.use_v2_model_runner else "V1"
     findings.say("ok", "runner", f"Model Runner {found['runner']}, {_why_runner(config)}")
-    wanted = None
+    ours: dict[str, Any] = {}
     if config.model_config is not None:
         ours = capture_settings(_additional(settings))
         worker = str(config.parallel_config.worker_cls)
@@ -224,8 +223,7 @@ def _describe_engine(config: Any, settings: dict[str, Any], found: dict[str, Any
         found["scheduler_class"] = f"{scheduler.__module__}.{scheduler.__qualname__}"
         findings.say("ok", "classes", f"{worker}, {found['scheduler_class']}")
         findings.say("note", "start", _AT_START)
-        wanted = ours.get("source")
-    found["source"], found["why"] = choose_source(config, wanted)
+    found["source"], found["why"] = choose_source(config, ours.get("source"))
 
 
 def _why_runner(config: Any) -> str:
@@ -247,6 +245,6 @@ def _text(error: BaseException) -> str:
     if isinstance(error, R3Error):
         return str(error)
     if hasattr(error, "errors"):  # pydantic's: what is wrong, without what was given
-        parts = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()[:2]]
-        return "; ".join(f"{where}: {what}" if where else what for where, what in parts)
+        parts = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:2])
+        return "; ".join(part.removeprefix(": ") for part in parts)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
