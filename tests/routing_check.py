@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from r3.errors import SuspiciousRoutingWarning
+from r3.storage import ShardReader
 from r3.trace import RoutingTrace
 from tiny_models import hf_routing
 
@@ -35,6 +38,16 @@ class Counts:
             f"{self.cells} cells, {self.differ} differ from Hugging Face, {self.near} near-ties "
             f"({self.excused} excused)"
         )
+
+
+def read_traces(file: Path) -> list[RoutingTrace]:
+    """All traces of a file that scenario_play wrote.
+
+    Greedy decoding of a tiny model runs in circles: what is suspicious in large models is not here.
+    """
+    with ShardReader(file) as shard, warnings.catch_warnings():
+        warnings.simplefilter("ignore", SuspiciousRoutingWarning)
+        return list(shard)
 
 
 def check_routing(traces: list[RoutingTrace], model: Path) -> Counts:

@@ -19,8 +19,7 @@ import pytest
 
 from r3.cli.isolate import run_isolated
 from r3.errors import CaptureError, R3Error
-from r3.storage import ShardReader
-from routing_check import check_routing
+from routing_check import check_routing, read_traces
 from scenario_play import play
 from scenarios import scenario
 from tiny_models import make_draft
@@ -166,8 +165,7 @@ def load(
         "mutate": mutate,
     }
     run_isolated(play, kwargs, folder / "log", lambda *progress: None)
-    with ShardReader(file) as shard:
-        return list(shard)
+    return read_traces(file)
 
 
 @pytest.mark.parametrize(

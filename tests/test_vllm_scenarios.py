@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from r3.storage import ShardReader
-from routing_check import Counts, check_lengths, check_routing
+from routing_check import Counts, check_lengths, check_routing, read_traces
 from scenario_play import play
 from scenarios import KINDS, Scenario, scenario
 from tiny_models import MOE_FAMILIES, make_draft
@@ -33,8 +32,7 @@ def run(s: Scenario, model_dir: Callable, run_engine: Callable, folder: Path) ->
     if "draft" in s.kinds:
         draft = make_draft(model, folder / "draft")
     result = run_engine(play, scenario=s, model=model, draft=draft, file=file)
-    with ShardReader(file) as shard:
-        traces = list(shard)
+    traces = read_traces(file)
     check_lengths(traces, result["facts"])
     counts = check_routing(traces, model)
     print(f"\n{s}: {counts}; {result['counts']}", flush=True)  # pytest -s
