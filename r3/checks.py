@@ -26,11 +26,6 @@ _DISTINCT_TOKENS = 8
 # A single layer may well send a stretch of tokens to the same experts, more so with few experts;
 # it is reported when it did nothing else in a whole sequence of at least so many rows.
 _CONSTANT_ROWS = 32
-# Neighbouring tokens share experts, so a short stretch may well keep to half of them: in Mixtral
-# 1 of 537 windows of 11 rows has a layer that keeps to the lower half, none of 32 rows has a layer
-# that keeps to any half.
-_NARROW_ROWS = 32
-_NARROW_EXPERTS = 8  # with fewer, the lower half is too often just where the favourites are
 # Nothing is reported that routing at random would produce with more than this probability.
 _BY_CHANCE = 1e-3
 
@@ -40,7 +35,7 @@ class Suspicion:
     """One suspicious finding: `rows` rows, the first at `first_row`, in decoder layer `layer`.
 
     kind: "repeated_rows" and "filler_rows" (layer is None: they hold in all layers together),
-    "constant_layer", "all_zero_layer" or "narrow_layer".
+    "constant_layer" or "all_zero_layer".
     """
 
     kind: str
@@ -55,8 +50,6 @@ class Suspicion:
             "run, stale rows or a filler?)",
             "constant_layer": "rows, all of them the same experts (a layer that was written once?)",
             "all_zero_layer": "rows, all of them expert 0 (a layer that was never written?)",
-            "narrow_layer": "rows, all of them in the lower half of the experts (a layer that a "
-            "draft model with fewer experts wrote over?)",
             "filler_rows": "rows of consecutive expert ids, which routers do not choose "
             "(padding filled with arange?)",
         }[self.kind]
@@ -164,12 +157,6 @@ def find_suspicious(
                 continue
             found.append(Suspicion(kind, spec.moe_layers[layer], count, start))
 
-    # a token that comes again may well be routed as before
-    samples = count if token_ids is None else _distinct(token_ids, valid)
-    for layer in _narrow_layers(ordered, valid, spec.num_experts, samples):
-        if not constant[layer]:
-            found.append(Suspicion("narrow_layer", spec.moe_layers[layer], count, start))
-
     filler = _filler_rows(ordered, valid, spec.num_experts, choices)
     if filler.any():
         found.append(Suspicion("filler_rows", None, int(filler.sum()), int(filler.argmax())))
@@ -195,34 +182,6 @@ def _filler_rows(
         observed = np.zeros(ordered.shape[1])
     chance = np.maximum(observed, min(1.0, num_experts / choices)).prod()
     return filler if len(valid) * chance < _BY_CHANCE else np.zeros_like(filler)
-
-
-def _narrow_layers(
-    ordered: np.ndarray, valid: np.ndarray, num_experts: int, samples: int
-) -> list[int]:
-    """Layers of `ordered` [rows, layers, top_k ascending] whose valid rows keep to the lower half.
-
-    That is what a draft model with fewer experts leaves in a layer of its target. Routers are
-    skewed, so the measure is the other layers: a half is said to be avoided only if it would not
-    be by chance even though it were chosen as rarely as the least used half of any of them.
-    samples: how many of the rows were chosen independently.
-    """
-    half = num_experts // 2
-    if int(valid.sum()) < _NARROW_ROWS or num_experts < _NARROW_EXPERTS:
-        return []
-    narrow = (ordered[..., -1] < half)[valid].all(axis=0)  # [layers]
-    others = np.flatnonzero(~narrow)
-    if not narrow.any() or len(others) <= len(narrow) // 2:
-        return []
-    shares = []  # of rows that choose at least one expert of a layer's least used half
-    for layer in others:
-        chosen = ordered[valid, layer]
-        load = np.bincount(chosen.ravel(), minlength=num_experts)
-        rare = np.zeros(num_experts, bool)
-        rare[load.argsort()[: num_experts - half]] = True
-        shares.append(rare[chosen].any(axis=-1).mean())
-    chance = len(narrow) * (1 - min(shares)) ** samples
-    return np.flatnonzero(narrow).tolist() if chance < _BY_CHANCE else []
 
 
 def _distinct(token_ids: np.ndarray | None, rows: np.ndarray | slice) -> int:

@@ -96,22 +96,16 @@ def test_27_kernels_that_route_inside(rows):
 def test_30_layer_0_of_a_draft_model():
     """Arrays only. Layer 0 holds ids of a 4-expert draft, the others of the 8-expert target.
 
-    Every id is legal, so it is no error. Over 32 rows and more a layer that keeps to the lower
-    half while no other does is reported. The 11 rows of the toy show nothing: real routing does
-    that too (1 of 537 such windows of Mixtral). Nor does a draft with as many experts as the
-    target, at any length. The trainer's own router shows both: it disagrees in layer 0 alone.
+    Every id is legal, and real routers keep to half of their experts over long stretches too, so
+    nothing can be said of the array alone. The trainer's own router shows it: it disagrees in
+    layer 0 and in no other. That capture does not do this is tested on the real engine, with a
+    draft model that has routers of its own (test_vllm_scenarios, test_vllm_mutations).
     """
     ids = random_ids(80)
-    target = ids[:, 0].copy()
+    trainer = ids.copy()
     ids[:, 0] = random_ids(80, RouterSpec(4, 2, (0,), 1), seed=1)[:, 0]
-    with pytest.warns(r3.SuspiciousRoutingWarning, match="layer 0: 80 rows.*draft model"):
-        trace = build(ids, 81)
-    assert [(s.kind, s.layer) for s in trace.suspicions] == [("narrow_layer", 0)]
-
-    trace = build(ids[:11], 12)
+    trace = build(ids, 81)
     assert trace.suspicions == []
-    trainer = ids[:11].copy()
-    trainer[:, 0] = target[:11]
     found = RoutingDisagreement.between(trace.routed_experts, trainer, trace.valid, TOY)
     assert found.cell_disagreement_per_layer[0] > 0.5
     assert found.cell_disagreement_per_layer[1:] == [0, 0, 0]
