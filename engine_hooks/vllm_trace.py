@@ -16,7 +16,7 @@ import numpy as np
 
 from r3.engine_hooks.rows import unpack
 from r3.engine_hooks.vllm_facts import mode_name
-from r3.errors import CaptureError, RawLogprobsWarning
+from r3.errors import CaptureError, RawLogprobsWarning, TraceError
 from r3.identity import Provenance, RolloutId
 from r3.spec import RouterSpec
 from r3.trace import RoutingTrace
@@ -77,6 +77,13 @@ def trace_from_output(
     versions = None
     if rows.ndim == 4:  # our hook's; vLLM's own have three axes and no versions
         rows, versions = unpack(rows, spec)
+    expected = len(prompt) + len(sampled) - 1
+    if len(rows) != expected:
+        raise TraceError(
+            f"{where}: routed_experts has {len(rows)} rows, expected {expected}, one less than "
+            "tokens. With output_kind=DELTA the last output holds only its own tokens: use "
+            "FINAL_ONLY or CUMULATIVE; routed_experts_prompt_start leaves rows out"
+        )
     return RoutingTrace.build(
         spec=spec,
         token_ids=np.asarray(prompt + sampled, np.int64),

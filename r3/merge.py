@@ -44,6 +44,11 @@ def merge_prefill_decode(prefill: RoutingTrace, decode: RoutingTrace) -> Routing
         raise TraceError(
             f"{where}: token {at}: prefill has id {found[at]}, expected decode's {expected[at]}"
         )
+    if prefill.num_tokens > decode.num_tokens:
+        raise TraceError(
+            f"{where}: prefill has {prefill.num_tokens} tokens, expected at most decode's "
+            f"{decode.num_tokens}: are the two exchanged?"
+        )
     rows = min(prompt_len, decode.num_rows)  # a decode that sampled nothing has a row less
     if prefill.num_rows < rows:
         raise TraceError(

@@ -110,12 +110,15 @@ def scenario(
     drawn |= {"compiled"} if rng.random() < 0.3 else set()
     drawn.update(rng.choice(([], [], ["ngram"], ["draft"])))
     drawn.update(rng.choice(([], ["multiprocess"], ["async"], ["tensor_parallel"])))
-    kinds = drawn if kinds is None else kinds
     drawn_family = rng.choice(MOE_FAMILIES)
+    family = family or drawn_family
+    if family == "glm4_moe":
+        drawn.discard("draft")  # vLLM takes such a draft for the target's own MTP layers
+    kinds = drawn if kinds is None else kinds
     return Scenario(
         seed=seed,
         kinds=frozenset(kinds),
-        family=family or drawn_family,
+        family=family,
         turns=turns,
         requests=requests,
         block_size=rng.choice((32, 64)),

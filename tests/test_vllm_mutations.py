@@ -159,7 +159,8 @@ def load(
         (split_by_the_schedulers_order, {"chunked", "preemption"}),
         (shift_rows, {"chunked"}),
         (emit_from_the_end, {"ngram"}),
-        (bind_the_draft_and_read_late, {"draft", "compiled"}),
+        # compiles two models
+        pytest.param(bind_the_draft_and_read_late, {"draft", "compiled"}, marks=pytest.mark.full),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )

@@ -23,7 +23,7 @@ SMALL = (
     ("mixtral", {"tensor_parallel", "chunked", "preemption"}),
     ("glm4_moe", {"async", "chunked", "prefix", "aborts", "preemption", "priority"}),
 )
-FULL_SEEDS, FULL_REQUESTS = range(24), 52
+FULL_SEEDS, FULL_REQUESTS = range(24), 64
 
 
 def run(s: Scenario, model_dir: Callable, run_engine: Callable, folder: Path) -> tuple[Any, Counts]:
