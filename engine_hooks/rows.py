@@ -57,7 +57,8 @@ def unpack(rows: np.ndarray, spec: RouterSpec) -> tuple[np.ndarray, np.ndarray]:
             f"packed rows have shape {list(rows.shape)} and dtype {rows.dtype}, expected "
             f"[rows, {', '.join(map(str, expected))}] and {spec.dtype}"
         )
-    planes = np.ascontiguousarray(rows[:, 0, layers:]).reshape(len(rows), -1).view(np.uint8)
+    planes = np.ascontiguousarray(rows[:, 0, layers:]).view(np.uint8)
+    planes = planes.reshape(len(rows), version_planes(spec) * spec.top_k * spec.dtype.itemsize)
     versions = np.ascontiguousarray(planes[:, :4]).view("<u4")[:, 0].astype(np.int64) - 1
     ids = rows[:, 0, :layers]
     missing = versions < 0

@@ -52,12 +52,12 @@ def capture_settings(additional_config: Any) -> dict[str, Any]:
     if not isinstance(additional_config, dict) or "r3" not in additional_config:
         return {"capture": False}
     ours = additional_config["r3"]
-    if not isinstance(ours, dict) or set(ours) - {"capture", "source"}:
+    if not isinstance(ours, dict) or "capture" not in ours or set(ours) - {"capture", "source"}:
         raise UnsupportedError(
             f'additional_config["r3"] is {ours!r}, expected {{"capture": true}}, '
             '{"capture": false} or {"capture": true, "source": "hook"}'
         )
-    if not isinstance(ours.get("capture", False), bool):
+    if not isinstance(ours["capture"], bool):
         raise UnsupportedError(
             f'additional_config["r3"]["capture"] is {ours["capture"]!r}, expected true or false'
         )
@@ -65,7 +65,7 @@ def capture_settings(additional_config: Any) -> dict[str, Any]:
         raise UnsupportedError(
             f'additional_config["r3"]["source"] is {ours["source"]!r}, expected "hook" or "native"'
         )
-    return {"capture": False} | ours
+    return ours
 
 
 def choose_source(config: Any, wanted: str | None = None) -> tuple[str, str]:

@@ -29,6 +29,10 @@ from r3.engine_hooks.vllm_patches import watch_new_blocks
 from r3.errors import CaptureError
 from r3.spec import RouterSpec
 
+# What is handed out is kept until its request ends. A view of a whole pass would keep the rows of
+# all requests with it, copies one by one cost a microsecond each: so a few share one.
+_TOGETHER = 8
+
 
 @dataclass(slots=True)
 class StepRows:
@@ -50,9 +54,11 @@ class RowConnector:
         self._emitted: dict[str, int] = {}
         self._preempted: dict[str, list[int]] = {}  # blocks that a request had to give back
         self._fresh: list[int] = []
-        # of the pass being taken in: index of a request, positions, starts, rows, is it a decode
-        self._now: tuple[dict[str, int], Sequence[int], Sequence[int], np.ndarray, bool] | None
-        self._now = None
+        # of the pass being taken in: index of a request, positions, starts, rows; if each request
+        # has one row, copies of them, a few together
+        self._now: (
+            tuple[dict[str, int], Sequence[int], Sequence[int], np.ndarray, list[np.ndarray]] | None
+        ) = None
 
     def blocks_given_out(self, blocks: list[Any]) -> None:
         """Called with KV blocks that leave the free list: what they held is overwritten."""
@@ -86,7 +92,10 @@ class RowConnector:
             return
         rows, positions, starts = step.rows, step.positions, step.starts
         self._store.write(step.slots, rows)
-        self._now = output.req_id_to_index, positions, starts, rows, len(positions) == len(rows)
+        parts = []
+        if len(positions) == len(rows):
+            parts = [rows[i : i + _TOGETHER].copy() for i in range(0, len(rows), _TOGETHER)]
+        self._now = output.req_id_to_index, positions, starts, rows, parts
 
     def take_output(self, request: Any, output: StepRows | None) -> np.ndarray | None:
         """The packed rows that belong to the tokens being emitted for `request`.
@@ -103,20 +112,20 @@ class RowConnector:
             return None
         self._emitted[request_id] = end
         if self._now is not None:
-            index, positions, starts, rows, decode = self._now
+            index, positions, starts, rows, parts = self._now
             i = index[request_id]
             position, offset = positions[i], starts[i]
             if start >= position:  # its rows were just computed
+                if parts and start == position and end == start + 1:
+                    at = i % _TOGETHER
+                    return parts[i // _TOGETHER][at : at + 1]
                 offset -= position
                 if end + offset > starts[i + 1]:
                     raise CaptureError(
                         f"request {request_id}: the worker brought rows up to "
                         f"{starts[i + 1] - offset}, expected {end}"
                     )
-                rows = rows[start + offset : end + offset]
-                # A view keeps the whole pass in memory: no matter if its other rows are handed
-                # out too, but among those of a prompt it must be a copy.
-                return rows if decode else rows.copy()
+                return rows[start + offset : end + offset].copy()
         blocks = self._block_ids(request_id) or self._preempted.get(request_id, [])
         if len(blocks) * self._store.block_size < end:
             raise CaptureError(

@@ -21,7 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from r3.engine_hooks.rows import pack, stamp, unpack
+from r3.engine_hooks.rows import MAX_WEIGHT_VERSION, pack, stamp, unpack
 from r3.engine_hooks.vllm_facts import worker_facts
 from r3.engine_hooks.vllm_groups import full_attention_group
 from r3.engine_hooks.vllm_patches import watch_load_weights
@@ -29,7 +29,6 @@ from r3.engine_hooks.vllm_scheduler import StepRows
 from r3.engine_hooks.vllm_selftest import check_self_test, run_tokens
 from r3.errors import CaptureError, UnsupportedError
 from r3.spec import RouterSpec
-
 
 _MAX_VIEWS = 64  # numbers of tokens whose views are kept: those of decode steps repeat
 
@@ -168,11 +167,20 @@ class WeightVersion:
         self._touched = True
 
     def set(self, version: int) -> None:
-        """The caller's own number, not below the current one."""
-        if isinstance(version, bool) or not isinstance(version, int) or version < self.version:
+        """The caller's own number for the weights as they are now.
+
+        It may not fall, and not stay while there are new weights; half of the range is left for
+        updates to come.
+        """
+        least = self.version + self._touched
+        if isinstance(version, bool) or not isinstance(version, int) or version < least:
             raise CaptureError(
-                f"weight version {version!r}, expected an integer from {self.version} "
-                "(versions do not fall)"
+                f"weight version {version!r}, expected an integer from {least} (versions do not "
+                "fall, and rise with an update)"
+            )
+        if version > MAX_WEIGHT_VERSION // 2:
+            raise CaptureError(
+                f"weight version {version}, expected at most {MAX_WEIGHT_VERSION // 2}"
             )
         self._tap.set_stamp(stamp(version, self._tap.spec))
         self.version, self._touched = version, False

@@ -73,9 +73,17 @@ def check_logprobs(values: np.ndarray, prompt_len: int, where: str) -> None:
         raise TraceError(f"{where}: token {at}: log-probability {values[at]}, expected {expected}")
 
 
+def as_array(values: object, what: str, dtype: type | None = None) -> np.ndarray:
+    """A copy of `values` as an array; TraceError for what is none (ragged lists, text)."""
+    try:
+        return np.array(values, dtype=dtype)
+    except (ValueError, TypeError) as e:
+        raise TraceError(f"{what} is not an array: {e}") from None
+
+
 def as_weight_versions(versions: object, valid: np.ndarray, where: str) -> np.ndarray:
     """int64 [rows] from one version for all rows or one per row; -1 where a row is not valid."""
-    values = np.asarray(versions)
+    values = as_array(versions, f"{where}: weight_versions")
     if values.dtype.kind not in "iu" or values.shape not in ((), valid.shape):
         raise TraceError(
             f"{where}: weight_versions has shape {list(values.shape)} and dtype {values.dtype}, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from r3.columns import as_array
 from r3.errors import TraceError
 from r3.spec import RouterSpec
 
@@ -21,7 +22,7 @@ def to_logical(
     Rows that are not valid [rows] come back as they are, and so does -1, which is no slot. Ids
     of another shape or kind, too: the checks that follow refuse them. Raises TraceError.
     """
-    slots = np.asarray(physical_to_logical)
+    slots = as_array(physical_to_logical, f"{where}: physical_to_logical")
     layers = len(spec.moe_layers)
     if (
         slots.dtype.kind not in "iu"

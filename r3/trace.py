@@ -22,6 +22,7 @@ from r3.checks import Suspicion, check_distinct, check_shape_and_range, find_sus
 from r3.columns import (
     ALIGNMENTS,
     Column,
+    as_array,
     as_weight_versions,
     check_column,
     check_logprobs,
@@ -48,9 +49,10 @@ class RoutingTrace:
       valid           rows    bool [n - 1]; absent when every row was captured
       logprobs        tokens  float32 [n]; natural log of the probability the token was sampled
                               with; NaN where a token was not sampled (the prompt)
-      weight_versions rows    int64 [n - 1]; the weights that the row's KV was computed with, a
+      weight_versions rows    int64 [n - 1]; the weights of the pass that computed the row, a
                               number that rises with each weight update of the engine; -1 where
-                              not valid; absent when not known
+                              not valid; absent when not known. After a preemption the KV behind
+                              later rows may be newer than earlier rows say
 
     Use `RoutingTrace.build`; it brings arrays to these forms. Content is checked on construction:
     TraceError for the impossible, one SuspiciousRoutingWarning for the suspicious (kept in
@@ -91,14 +93,14 @@ class RoutingTrace:
         """
         rollout_id = rollout_id or RolloutId.unique()
         where = f"rollout {rollout_id}"
-        tokens = np.asarray(token_ids)
+        tokens = as_array(token_ids, f"{where}: token_ids")
         if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
             raise TraceError(
                 f"{where}: token_ids has shape {list(tokens.shape)} and dtype {tokens.dtype}, "
                 "expected at least one integer in one dimension"
             )
         _check_prompt_len(prompt_len, len(tokens), where)
-        ids = spec.select_moe_layers(np.asarray(routed_experts))
+        ids = spec.select_moe_layers(as_array(routed_experts, f"{where}: routed_experts"))
         mask = np.ones(len(tokens) - 1, bool) if valid is None else np.asarray(valid)
         if mask.shape != (len(tokens) - 1,) or mask.dtype != bool:
             raise TraceError(
@@ -118,7 +120,7 @@ class RoutingTrace:
         if not mask.all():
             columns["valid"] = Column(mask.copy(), "row")
         if logprobs is not None:
-            values = np.array(logprobs, dtype=np.float32)
+            values = as_array(logprobs, f"{where}: logprobs", np.float32)
             if values.shape == (len(tokens) - prompt_len,):
                 values = np.concatenate([np.full(prompt_len, np.nan, np.float32), values])
             columns["logprobs"] = Column(values, "token")

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family_configs import ALL, FLAT, NESTED, SEEDS, language_model, varied, written
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import r3
+from family_configs import ALL, FLAT, NESTED, SEEDS, language_model, varied, written
 from r3 import RouterSpec
 from r3.families import FAMILIES
 

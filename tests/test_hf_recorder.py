@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from family_configs import FLAT, varied
 
 import r3
+from family_configs import FLAT, varied
 from r3 import RouterSpec
 
 torch = pytest.importorskip("torch")

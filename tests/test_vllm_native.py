@@ -13,6 +13,7 @@ import pytest
 import native_runs
 import triton_cpu
 from r3 import RouterSpec
+from r3.engine_hooks.vllm_plugin import capture_settings, choose_source
 from r3.errors import UnsupportedError
 from r3.storage import ShardReader
 from tiny_models import hf_routing
@@ -120,7 +121,6 @@ def test_an_installed_triton_leaves_v1(model_dir, run_engine):
     ],
 )
 def test_choice_of_source(v2, wanted, source, why):
-    from r3.engine_hooks.vllm_plugin import choose_source
 
     found, reason = choose_source(SimpleNamespace(use_v2_model_runner=v2), wanted)
     assert found == source
@@ -174,3 +174,24 @@ class TestSelfTest:
         ids[at] = value
         with pytest.raises(UnsupportedError, match=message):
             self.check(ids)
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        {},
+        {"source": "hook"},
+        {"capture": 1},
+        {"capture": True, "source": "gpu"},
+        {"x": 1},
+        [],
+        True,
+    ],
+)
+def test_a_malformed_key_is_refused(ours):
+    with pytest.raises(UnsupportedError, match=r'additional_config\["r3"\]'):
+        capture_settings({"r3": ours})
+
+
+def test_without_the_key_nothing_is_asked_for():
+    assert capture_settings({}) == capture_settings(None) == {"capture": False}

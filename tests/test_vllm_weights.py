@@ -63,7 +63,11 @@ def check_updates(found, old, new):
     assert wrong_cells(found["after"], truth(old, "after"))[0] > cells / 2
     versions = found["set"][0].weight_versions.tolist()
     assert versions == [1] * cached + [40] * (len(versions) - cached)
+    assert found["same weights, same number"] == "accepted"
     assert found["fallen"].startswith("CaptureError: weight version 39, expected")
+    assert found["no number"].startswith("CaptureError: weight version '41', expected")
+    assert found["too high"].startswith("CaptureError: weight version 4294967294, expected")
+    assert found["new weights, same number"].startswith("CaptureError: weight version 40, expected")
 
 
 def test_rows_carry_the_version_of_their_weights(model_dir, updated_model, run_engine):

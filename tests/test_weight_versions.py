@@ -163,3 +163,10 @@ def test_a_trace_can_be_pickled():
     copy = pickle.loads(pickle.dumps(trace))
     assert (copy.digest, copy.rollout_id) == (trace.digest, trace.rollout_id)
     assert copy.weight_versions.tolist() == [0, 0, -1, 1]
+
+
+@pytest.mark.parametrize("name", ["token_ids", "routed_experts", "logprobs", "weight_versions"])
+def test_what_is_no_array_is_refused_by_name(name):
+    good = {"token_ids": [1, 2, 3], "routed_experts": np.zeros((2, 2, 2), int), "prompt_len": 1}
+    with pytest.raises(r3.TraceError, match=f"{name} is not an array"):
+        RoutingTrace.build(spec=SPEC, **(good | {name: [[1], [2, 3]]}))

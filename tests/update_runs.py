@@ -75,11 +75,20 @@ def updates(
     found["after"] = _traces(llm, longer)
     llm.collective_rpc("r3_set_weight_version", args=(40,))
     found["set"] = _traces(llm, prompts[:1])
-    try:
-        llm.collective_rpc("r3_set_weight_version", args=(39,))
-        found["fallen"] = "accepted"
-    except Exception as e:
-        found["fallen"] = f"{type(e).__name__}: {e}"
+
+    def attempt(name: str, version: Any) -> None:
+        try:
+            llm.collective_rpc("r3_set_weight_version", args=(version,))
+            found[name] = "accepted"
+        except Exception as e:
+            found[name] = f"{type(e).__name__}: {e}"
+
+    attempt("same weights, same number", 40)
+    attempt("fallen", 39)
+    attempt("no number", "41")
+    attempt("too high", 2**32 - 2)
+    llm.collective_rpc(lambda worker: worker.model_runner.model.load_weights([]) and None)
+    attempt("new weights, same number", 40)
     return found
 
 
