@@ -213,7 +213,7 @@ def ask_v2(report: Any, **kwargs: Any) -> dict[str, Any]:
     return ask(report, **kwargs)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not triton_cpu.HAS_TRITON, reason=triton_cpu.WHY_SKIPPED)
 def test_model_runner_v2(model_dir, run_engine):
     model = str(model_dir("qwen3_moe"))

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("family", "multiprocessing"), [("qwen3_moe", "0"), ("mixtral", "1")], ids=str
+    ("family", "multiprocessing"),
+    [("qwen3_moe", "0"), pytest.param("mixtral", "1", marks=pytest.mark.full)],
 )
 def test_rows_equal_hugging_face(family, multiprocessing, model_dir, run_engine, tmp_path):
     """Chunked prefill, shared prefixes and forced preemption; a shift by one row must not pass."""

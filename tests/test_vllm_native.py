@@ -30,7 +30,7 @@ NATIVE, HOOK = {"capture": True}, {"capture": True, "source": "hook"}
     [
         pytest.param(NATIVE, "qwen3_moe", marks=pytest.mark.slow, id="native"),
         pytest.param(NATIVE, "mixtral", marks=pytest.mark.full, id="native-mixtral"),
-        pytest.param(HOOK, "qwen3_moe", marks=pytest.mark.slow, id="hook"),
+        pytest.param(HOOK, "qwen3_moe", marks=pytest.mark.full, id="hook"),
     ],
 )
 def test_rows_equal_hugging_face(key, family, model_dir, run_engine, tmp_path):
@@ -99,7 +99,7 @@ def test_compiled_native_capture_is_refused(backend, model_dir, run_engine, tmp_
     assert found["trace"].startswith("TraceError: "), found["trace"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_installed_triton_leaves_v1(model_dir, run_engine):
     """PyPI's triton knows no CPU: vLLM takes Model Runner V1 and we our hook; native rows, asked
     for, are refused."""

@@ -91,7 +91,7 @@ def test_mutation_version_not_raised(model_dir, updated_model, run_engine):
         check_updates(found, model_dir("qwen3_moe"), updated_model / "model")
 
 
-@pytest.mark.parametrize("multiprocessing", ["0", "1"])
+@pytest.mark.parametrize("multiprocessing", ["0", pytest.param("1", marks=pytest.mark.full)])
 def test_reload_weights_raises_the_version(multiprocessing, model_dir, run_engine):
     found = run_engine(
         update_runs.reloads, model=model_dir("qwen3_moe"), multiprocessing=multiprocessing
