@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tiny_models import MOE_FAMILIES, make_draft
 SMALL = (
     ("gpt_oss", {"chunked", "prefix", "preemption", "samples"}),
     ("wide", {"multiprocess", "prefix", "preemption", "stops", "aborts", "sleep", "resets"}),
-    ("qwen3_moe", {"compiled", "ngram", "prefix", "chunked", "preemption", "priority"}),
+    ("qwen3_moe", {"compiled", "ngram", "prefix", "chunked", "priority"}),
     ("qwen3_moe", {"draft", "preemption", "stops", "samples", "aborts"}),
     ("mixtral", {"tensor_parallel", "chunked", "preemption"}),
     ("glm4_moe", {"async", "chunked", "prefix", "aborts", "preemption", "priority"}),
@@ -48,6 +49,8 @@ def run(s: Scenario, model_dir: Callable, run_engine: Callable, folder: Path) ->
 def test_rows_are_right_in_every_kind_of_scenario(family, kinds, model_dir, run_engine, tmp_path):
     """Each kind once, small; that it took place is asserted, and that a shift would be seen."""
     s = scenario(1, kinds, family, requests=14, turns=2)
+    if "chunked" in kinds:  # so few requests must not fit into their passes
+        s = replace(s, max_num_batched_tokens=64)
     _, counts = run(s, model_dir, run_engine, tmp_path)
     assert counts.cells >= 3_000
     assert counts.excused <= 0.02 * counts.cells
