@@ -163,11 +163,15 @@ def on_off(rounds: int) -> dict[str, Any]:
         llm = _engine(folder, 4, 16)
         worker, scheduler, routers = _parts(llm)
         connector, callbacks = scheduler.aux_output_connector, [r.capture_fn for r in routers]
-        classes = {"on": (type(worker), type(scheduler)), "off": (CPUWorker, Scheduler)}
+        classes = {"on": type(worker), "off": CPUWorker}
+        updates = {
+            "on": scheduler.update_from_output,
+            "off": Scheduler.update_from_output.__get__(scheduler),
+        }
         spent: dict[str, list[float]] = {"on": [], "off": []}
         for i in range(-1, rounds):
             for mode in ("on", "off") if i % 2 else ("off", "on"):
-                worker.__class__, scheduler.__class__ = classes[mode]
+                worker.__class__, scheduler.update_from_output = classes[mode], updates[mode]
                 scheduler.aux_output_connector = connector if mode == "on" else None
                 for router, callback in zip(routers, callbacks, strict=True):
                     router.set_capture_fn(callback if mode == "on" else None)

@@ -31,7 +31,7 @@ from r3.spec import RouterSpec
 
 # What is handed out is kept until its request ends. A view of a whole pass would keep the rows of
 # all requests with it, copies one by one cost a microsecond each: so a few share one.
-_TOGETHER = 8
+_TOGETHER = 16
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class RowConnector:
         self._preempted: dict[str, list[int]] = {}  # blocks that a request had to give back
         self._fresh: list[int] = []
         # of the pass being taken in: index of a request, positions, starts, rows; if each request
-        # has one row, copies of them, a few together
+        # has one row, the rows in parts of a few requests
         self._now: (
             tuple[dict[str, int], Sequence[int], Sequence[int], np.ndarray, list[np.ndarray]] | None
         ) = None
@@ -94,7 +94,10 @@ class RowConnector:
         self._store.write(step.slots, rows)
         parts = []
         if len(positions) == len(rows):
-            parts = [rows[i : i + _TOGETHER].copy() for i in range(0, len(rows), _TOGETHER)]
+            if len(rows) <= _TOGETHER:
+                parts = [rows]
+            else:
+                parts = [rows[i : i + _TOGETHER].copy() for i in range(0, len(rows), _TOGETHER)]
         self._now = output.req_id_to_index, positions, starts, rows, parts
 
     def take_output(self, request: Any, output: StepRows | None) -> np.ndarray | None:
