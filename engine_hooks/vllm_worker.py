@@ -102,10 +102,14 @@ class RouterTap:
                 self._complain(int((ids < 0).flatten(1).any(1).int().argmax()), tokens)
             chosen = list(ids.unbind())
         else:
-            reported = [len(kept) == 1 for kept in self._kept]
-            if False in reported:
-                self._complain(reported.index(False), tokens)
-            chosen = [kept.pop() for kept in self._kept]
+            chosen = []
+            try:
+                for kept in self._kept:
+                    chosen.append(kept.pop())
+            except IndexError:
+                self._complain(len(chosen), tokens)
+            if any(self._kept):  # reported twice
+                self._complain(next(i for i, k in enumerate(self._kept) if k), tokens)
             # what a router reports depends on the number of tokens: looked at when it is new
             if views is None or chosen[0].shape[0] != tokens:
                 chosen = [self._cut(i, ids, tokens) for i, ids in enumerate(chosen)]
