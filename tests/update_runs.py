@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
+
+import engine_runs
 
 PROMPTS, PROMPT, SAMPLED = 6, 70, 20
 BLOCK = 32
 
 
 def _llm(model: Path, **settings: Any) -> Any:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = settings.pop("multiprocessing", "0")
-    from vllm import LLM
-
     defaults = {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 256,
-        "max_num_seqs": 16,
         "max_num_batched_tokens": 256,
         "block_size": BLOCK,
         "kv_cache_memory_bytes": 8 << 20,
-        "skip_tokenizer_init": True,
-        "additional_config": {"r3": {"capture": True}},
     }
-    return LLM(model=str(model), **(defaults | settings))
+    return engine_runs._llm(model, **(defaults | settings))
 
 
 def _tokens(rng: random.Random, n: int) -> list[int]:
