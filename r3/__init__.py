@@ -25,6 +25,7 @@ from r3.errors import (  # noqa: E402
     ReplayError,
     SpecError,
     SuspiciousRoutingWarning,
+    TornShardWarning,
     TraceError,
     UnsupportedError,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "SpecError",
     "Suspicion",
     "SuspiciousRoutingWarning",
+    "TornShardWarning",
     "TraceError",
     "UnsupportedError",
     "merge_prefill_decode",

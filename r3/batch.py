@@ -9,13 +9,18 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
+from r3.checks import check_distinct, check_shape_and_range
 from r3.errors import TraceError
 from r3.identity import RolloutId
 from r3.spec import RouterSpec
 from r3.trace import RoutingTrace
+
+# of a log-probability above 0, as r3.columns allows it for traces
+_ROUNDING = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +29,8 @@ class RoutingBatch:
 
     token_ids int32 [T]; routed_experts uint8 or uint16 [T, MoE layers, top_k], zeros where not
     valid; valid bool [T]; logprobs float32 [T], NaN where not sampled or not known;
-    prompt_lens int64 [B]; cu_seqlens int64 [B + 1]; rollout_ids: B names.
+    weight_versions int64 [T], -1 where not valid or not known; prompt_lens int64 [B];
+    cu_seqlens int64 [B + 1]; rollout_ids: B names.
     """
 
     spec: RouterSpec
@@ -35,6 +41,7 @@ class RoutingBatch:
     routed_experts: np.ndarray
     valid: np.ndarray
     logprobs: np.ndarray
+    weight_versions: np.ndarray
 
     @classmethod
     def from_traces(cls, traces: Iterable[RoutingTrace]) -> RoutingBatch:
@@ -62,11 +69,14 @@ class RoutingBatch:
         routed_experts = np.zeros((total, len(spec.moe_layers), spec.top_k), spec.dtype)
         valid = np.zeros(total, bool)
         logprobs = np.full(total, np.nan, np.float32)
+        weight_versions = np.full(total, -1, np.int64)
         for start, trace in zip(cu_seqlens, traces, strict=False):
             rows = slice(start, start + trace.num_rows)
             routed_experts[rows], valid[rows] = trace.routed_experts, trace.valid
             if trace.logprobs is not None:
                 logprobs[start : start + trace.num_tokens] = trace.logprobs
+            if trace.weight_versions is not None:
+                weight_versions[rows] = trace.weight_versions
         return cls(
             spec=spec,
             rollout_ids=tuple(t.rollout_id for t in traces),
@@ -76,6 +86,7 @@ class RoutingBatch:
             routed_experts=routed_experts,
             valid=valid,
             logprobs=logprobs,
+            weight_versions=weight_versions,
         )
 
     def __len__(self) -> int:
@@ -89,3 +100,78 @@ class RoutingBatch:
         """The rollout that packed token index `token` belongs to, and its position in it."""
         i = int(np.searchsorted(self.cu_seqlens, token, side="right")) - 1
         return self.rollout_ids[i], token - int(self.cu_seqlens[i])
+
+    def check(self) -> None:
+        """Raise TraceError, naming field and rollout, for what no batch made of traces has.
+
+        For batches built by hand or read from somewhere.
+        """
+        b, t, spec = len(self), self.num_tokens, self.spec
+        for name, dtype, shape in (
+            ("cu_seqlens", np.dtype(np.int64), (b + 1,)),
+            ("prompt_lens", np.dtype(np.int64), (b,)),
+            ("token_ids", np.dtype(np.int32), (t,)),
+            ("routed_experts", spec.dtype, (t, len(spec.moe_layers), spec.top_k)),
+            ("valid", np.dtype(bool), (t,)),
+            ("logprobs", np.dtype(np.float32), (t,)),
+            ("weight_versions", np.dtype(np.int64), (t,)),
+        ):
+            field = getattr(self, name)
+            if (field.dtype, field.shape) != (dtype, shape):
+                raise TraceError(
+                    f"{name} is {field.dtype} of shape {list(field.shape)}, expected {dtype} of "
+                    f"shape {list(shape)}"
+                )
+        check_cu_seqlens(self.cu_seqlens, t)
+        for i, (start, stop) in enumerate(pairwise(self.cu_seqlens.tolist())):
+            self._check_sequence(i, slice(start, stop))
+
+    def _check_sequence(self, i: int, rows: slice) -> None:
+        where, prompt_len = f"rollout {self.rollout_ids[i]}", int(self.prompt_lens[i])
+        tokens, valid, ids = self.token_ids[rows], self.valid[rows], self.routed_experts[rows]
+        if not 0 <= prompt_len <= len(tokens):
+            raise TraceError(f"prompt_lens: {where}: {prompt_len}, expected 0..{len(tokens)}")
+        if tokens.min() < 0:
+            at = int((tokens < 0).argmax())
+            raise TraceError(f"token_ids: {where}: token {at}: {tokens[at]}, expected 0 or more")
+        if valid[-1]:
+            raise TraceError(
+                f"valid: {where}: True at the last token, expected False: it is never forwarded"
+            )
+        check_shape_and_range(ids, valid, self.spec, f"routed_experts: {where}")
+        check_distinct(ids, valid, self.spec, f"routed_experts: {where}")
+        filled = np.argwhere(ids.any(axis=-1) & ~valid[:, None])
+        if len(filled):
+            row, layer = filled[0]
+            raise TraceError(
+                f"routed_experts: {where}: row {row} is missing (valid is False) but names experts "
+                f"{ids[row, layer].tolist()} in layer {self.spec.moe_layers[layer]}, expected zeros"
+            )
+        self._check_columns(where, rows, prompt_len)
+
+    def _check_columns(self, where: str, rows: slice, prompt_len: int) -> None:
+        logprobs, versions = self.logprobs[rows], self.weight_versions[rows]
+        # which tokens behind the prompt were sampled is not known here: replies are not
+        sampled = (np.arange(len(logprobs)) >= prompt_len) & np.isfinite(logprobs)
+        wrong = ~np.isnan(logprobs) & ~(sampled & (logprobs <= _ROUNDING))
+        if wrong.any():
+            at = int(wrong.argmax())
+            expected = "NaN or a finite number of at most 0" if at >= prompt_len else "NaN"
+            raise TraceError(f"logprobs: {where}: token {at}: {logprobs[at]}, expected {expected}")
+        wrong = np.where(self.valid[rows], versions < -1, versions != -1)
+        if wrong.any():
+            at = int(wrong.argmax())
+            expected = "-1 or more" if self.valid[rows][at] else "-1, as the row is missing"
+            raise TraceError(
+                f"weight_versions: {where}: row {at}: {versions[at]}, expected {expected}"
+            )
+
+
+def check_cu_seqlens(cu_seqlens: np.ndarray, tokens: int) -> None:
+    """Raise TraceError unless int64 [B + 1] `cu_seqlens` ascends from 0 to the number of tokens."""
+    rising = len(cu_seqlens) > 1 and (cu_seqlens[1:] > cu_seqlens[:-1]).all()
+    if not rising or (cu_seqlens[0], cu_seqlens[-1]) != (0, tokens):
+        raise TraceError(
+            f"cu_seqlens is {reprlib.repr(cu_seqlens.tolist())} and ends at {cu_seqlens[-1]}, "
+            f"expected at least two ascending integers from 0 to the number of tokens, {tokens}"
+        )

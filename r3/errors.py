@@ -41,5 +41,9 @@ class SuspiciousRoutingWarning(UserWarning):
     """Routing that is possible but looks like filler, stale rows or a layer never written."""
 
 
+class TornShardWarning(UserWarning):
+    """A shard file ends within a record: its writer is at work, or died; what is whole is read."""
+
+
 class RawLogprobsWarning(UserWarning):
     """The engine reported log-probabilities other than those it sampled from."""

@@ -8,8 +8,6 @@ Missing is a mask (`valid`), never a number.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,19 +16,24 @@ from types import MappingProxyType
 
 import numpy as np
 
-from r3.checks import Suspicion, check_distinct, check_shape_and_range, find_suspicious
+from r3.checks import Suspicion, check_distinct, check_shape_and_range, find_suspicious, sort_rows
 from r3.columns import (
     ALIGNMENTS,
     Column,
     as_array,
+    as_token_ids,
     as_weight_versions,
     check_column,
-    check_logprobs,
-    check_weight_versions,
+    check_prompt_len,
+    check_values,
     read_only,
+    read_tags,
+    sampled_tokens,
 )
+from r3.digest import content_digest
 from r3.eplb import to_logical
 from r3.errors import SuspiciousRoutingWarning, TraceError
+from r3.extend import extended_columns
 from r3.identity import Provenance, RolloutId
 from r3.spec import RouterSpec
 
@@ -43,20 +46,36 @@ MAX_TOKENS = 1 << 31
 class RoutingTrace:
     """One rollout: token ids, the experts chosen for each row, and further columns.
 
-    Columns that this package reads (others are carried through):
-      token_ids       tokens  int32 [n]; the prompt, then the sampled tokens
-      routed_experts  rows    uint8 or uint16 [n - 1, MoE layers, top_k]; zeros where not valid
-      valid           rows    bool [n - 1]; absent when every row was captured
-      logprobs        tokens  float32 [n]; natural log of the probability the token was sampled
-                              with; NaN where a token was not sampled (the prompt)
-      weight_versions rows    int64 [n - 1]; the weights of the pass that computed the row, a
+    Columns that this package reads and checks (others are carried through), each aligned to the
+    tokens [n], to the rows [n - 1] or to the rollout as a whole:
+      token_ids       token   int32 [n]; the prompt, then what was sampled and fed; 0 or more
+      routed_experts  row     uint8 or uint16 [n - 1, MoE layers, top_k]; different experts of the
+                              model in each row and layer; zeros where not valid
+      valid           row     bool [n - 1]; absent when every row was captured
+      logprobs        token   float32 [n]; natural log of the probability the token was sampled
+                              with, at most 0; NaN where a token was not sampled
+      weight_versions row     int64 [n - 1]; the weights of the pass that computed the row, a
                               number that rises with each weight update of the engine; -1 where
                               not valid; absent when not known. After a preemption the KV behind
                               later rows may be newer than earlier rows say
+      segments        token   uint8 [n]; 0 prompt, 1 answer (sampled by the engine), 2 reply (of a
+                              tool or environment: fed, not sampled). 0 or 2 in the first
+                              `prompt_len` tokens, 1 or 2 behind them; absent when all tokens
+                              behind the prompt were sampled
+      turns           token   uint16 [n]; turn of the conversation, never falls
+      rewards         token   float32 [n]; finite, NaN for none; a reward of the whole sequence
+                              stands at its last token
+      kept_counts     token   uint32 [n]; how many ids the sampler kept (top-p, top-k) when it
+                              chose the token; 0 where not known or not sampled
+      kept_ids        rollout int32 [sum of kept_counts]; those ids, in token order, the sampled
+                              one among them; there with kept_counts only
+      tags            rollout uint8 [bytes]; JSON list of text in UTF-8; see r3.columns.text_column
+
+    `suspicions` is what looks wrong without being impossible; see r3.checks.
 
     Use `RoutingTrace.build`; it brings arrays to these forms. Content is checked on construction:
-    TraceError for the impossible, one SuspiciousRoutingWarning for the suspicious (kept in
-    `suspicions`; turn it into an error with `warnings.simplefilter`).
+    TraceError for the impossible, one SuspiciousRoutingWarning for the suspicious (turn it into
+    an error with `warnings.simplefilter`).
     """
 
     spec: RouterSpec
@@ -64,6 +83,7 @@ class RoutingTrace:
     columns: Mapping[str, Column]
     rollout_id: RolloutId = field(default_factory=RolloutId.unique)
     provenance: Provenance = field(default_factory=Provenance)
+    suspicions: list[Suspicion] = field(init=False)
 
     @classmethod
     def build(
@@ -89,6 +109,7 @@ class RoutingTrace:
         weight_versions: integers [n - 1], or one for all rows.
         physical_to_logical: integers [physical slots] or [MoE layers, physical slots], the expert
         in each slot, for a source whose ids are those of a load balancer (EPLB).
+        extra: columns by name, in the forms that RoutingTrace lists for those it knows.
         All arrays are copied.
         """
         rollout_id = rollout_id or RolloutId.unique()
@@ -99,22 +120,26 @@ class RoutingTrace:
                 f"{where}: token_ids has shape {list(tokens.shape)} and dtype {tokens.dtype}, "
                 "expected at least one integer in one dimension"
             )
-        _check_prompt_len(prompt_len, len(tokens), where)
-        ids = spec.select_moe_layers(as_array(routed_experts, f"{where}: routed_experts"))
+        check_prompt_len(prompt_len, len(tokens), where)
+        ids = spec.select_moe_layers(
+            as_array(routed_experts, f"{where}: routed_experts", copy=False)
+        )
         mask = np.ones(len(tokens) - 1, bool) if valid is None else np.asarray(valid)
         if mask.shape != (len(tokens) - 1,) or mask.dtype != bool:
             raise TraceError(
                 f"{where}: valid has shape {list(mask.shape)} and dtype {mask.dtype}, "
                 f"expected bool [{len(tokens) - 1}], one less than tokens"
             )
-        if ids.dtype.kind == "i" and ids.ndim == 3 and len(ids) == len(mask):
-            mask = mask & ~(ids == -1).all(axis=(1, 2))
+        if ids.dtype.kind == "i" and ids.ndim == 3 and len(ids) == len(mask) and ids.size:
+            lost = ids[:, 0, 0] == -1
+            lost[lost] = (ids[lost] == -1).all(axis=(1, 2))
+            mask = mask & ~lost
         if physical_to_logical is not None:
             ids = to_logical(ids, mask, physical_to_logical, spec, where)
         check_shape_and_range(ids, mask, spec, where)
         ids = np.where(mask[:, None, None], ids, 0) if not mask.all() else ids
         columns = {
-            "token_ids": Column(_as_int32(tokens, where), "token"),
+            "token_ids": Column(as_token_ids(tokens, where), "token"),
             "routed_experts": Column(np.array(ids, dtype=spec.dtype, order="C"), "row"),
         }
         if not mask.all():
@@ -140,17 +165,22 @@ class RoutingTrace:
             for name, column in self.columns.items()
         }
         object.__setattr__(self, "columns", MappingProxyType(columns))
-        self._check()
+        ordered = self._check()
         object.__setattr__(self, "prompt_len", int(self.prompt_len))
-        if self.suspicions:
-            findings = "; ".join(map(str, self.suspicions))
+        suspicions = find_suspicious(
+            self.routed_experts, self.spec, self.valid, self.token_ids, ordered
+        )
+        object.__setattr__(self, "suspicions", suspicions)
+        if suspicions:
+            findings = "; ".join(map(str, suspicions))
             warnings.warn(
                 f"rollout {self.rollout_id}: suspicious routing: {findings}",
                 SuspiciousRoutingWarning,
                 stacklevel=3,
             )
 
-    def _check(self) -> None:
+    def _check(self) -> np.ndarray:
+        """Raise TraceError for impossible content; return `routed_experts` in ascending order."""
         where = f"rollout {self.rollout_id}"
         for name in ("token_ids", "routed_experts"):
             if name not in self.columns:
@@ -158,7 +188,7 @@ class RoutingTrace:
         n = len(self.columns["token_ids"].data)
         if not 1 <= n < MAX_TOKENS:
             raise TraceError(f"{where}: {n} tokens, expected 1 to {MAX_TOKENS - 1}")
-        _check_prompt_len(self.prompt_len, n, where)
+        check_prompt_len(self.prompt_len, n, where)
         for name, column in self.columns.items():
             check_column(name, column, n, where)
         if int(self.token_ids.min()) < 0:
@@ -170,11 +200,9 @@ class RoutingTrace:
                 f"{self.spec.dtype} for {self.spec.num_experts} experts"
             )
         check_shape_and_range(self.routed_experts, self.valid, self.spec, where)
-        check_distinct(self.routed_experts, self.valid, self.spec, where)
-        if self.logprobs is not None:
-            check_logprobs(self.logprobs, self.prompt_len, where)
-        if self.weight_versions is not None:
-            check_weight_versions(self.weight_versions, self.valid, where)
+        ordered = sort_rows(self.routed_experts, self.valid)
+        check_distinct(self.routed_experts, self.valid, self.spec, where, ordered)
+        check_values(self.columns, self.prompt_len, self.valid, where)
         missing = np.flatnonzero(~self.valid)
         filled = missing[self.routed_experts[missing].any(axis=(1, 2))]
         if len(filled):
@@ -183,6 +211,7 @@ class RoutingTrace:
                 f"{self.routed_experts[filled[0], 0].tolist()} in layer {self.spec.moe_layers[0]}, "
                 "expected zeros"
             )
+        return ordered
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -212,6 +241,23 @@ class RoutingTrace:
         return self.columns["weight_versions"].data if "weight_versions" in self.columns else None
 
     @property
+    def segments(self) -> np.ndarray | None:
+        """uint8 [n]: 0 prompt, 1 answer, 2 reply; None when all behind the prompt is answer."""
+        return self.columns["segments"].data if "segments" in self.columns else None
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """bool [n], True where the engine sampled the token."""
+        return sampled_tokens(self.columns, self.prompt_len)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The text in the column `tags`; empty without it."""
+        if "tags" not in self.columns:
+            return ()
+        return read_tags(self.columns["tags"].data, f"rollout {self.rollout_id}")
+
+    @property
     def version_range(self) -> tuple[int, int] | None:
         """Lowest and highest weight version of the valid rows; None when there is none."""
         if self.weight_versions is None or not self.valid.any():
@@ -233,35 +279,43 @@ class RoutingTrace:
         return len(self.token_ids) - 1
 
     @cached_property
-    def suspicions(self) -> list[Suspicion]:
-        """What looks wrong without being impossible; see r3.checks."""
-        return find_suspicious(self.routed_experts, self.spec, self.valid, self.token_ids)
-
-    @cached_property
     def digest(self) -> str:
         """Hex digest (BLAKE2b, 128 bits) of the content: routers, prompt length and all columns.
 
         Rows are sets, so it does not depend on the order of experts within a row; the rollout id
         and the provenance are not part of it.
         """
-        h = hashlib.blake2b(digest_size=16)
+        return content_digest(self.spec, self.prompt_len, self.columns, self.valid)
 
-        def put(*parts: object) -> None:
-            for part in parts:
-                data = part if isinstance(part, bytes | memoryview) else str(part).encode()
-                h.update(len(data).to_bytes(8, "little"))
-                h.update(data)
+    def extend(self, turn: RoutingTrace) -> RoutingTrace:
+        """The trace of the conversation so far: this one, and the request that came next.
 
-        routers = json.dumps(self.spec.to_dict(), sort_keys=True, separators=(",", ":"))
-        put("r3-digest-1", routers, self.prompt_len)
-        for name, column in sorted(self.columns.items()):
-            data = column.data
-            if name == "routed_experts":
-                data = np.sort(data, axis=-1)
-            data = np.ascontiguousarray(data, dtype=data.dtype.newbyteorder("<"))
-            put(name, column.align, column.version, data.dtype.str, data.shape)
-            put(data.tobytes())
-        return h.hexdigest()
+        turn: the trace of a request whose prompt begins with all tokens of this one; in it may
+        follow replies (of a tool or environment), behind it stands what the request sampled.
+        Both stay as they are. May be repeated, with traces that were extended themselves.
+
+        Rows that this trace captured stay: they are what its tokens were sampled with. All others
+        are `turn`'s: those that are missing here, that of the last token here (it was never
+        forwarded before) and those of new tokens; a row that neither has stays missing. Weight
+        versions and other row columns go with their rows. The prompt is this trace's, rollout id
+        and provenance are `turn`'s.
+
+        Token columns are this trace's on its tokens and `turn`'s on the new ones; log-probabilities
+        are NaN on the replies. `segments` and `turns` are always set: the tokens between this trace
+        and the end of `turn`'s prompt are replies; the first new token has the turn behind this
+        trace's last (0 without the column), and `turn`'s own numbers go on from there. `kept_ids`
+        are put together, other rollout columns are `turn`'s.
+
+        Columns that only one of the two has: without weight versions in both there are none (-1
+        means a missing row, another number would be a guess); rewards are NaN and kept_counts 0
+        where not known; log-probabilities may be missing where nothing was sampled; a rollout
+        column may be `turn`'s alone. Any other is refused.
+
+        Raises SpecError for other routers, TraceError for other tokens or columns that do not go
+        together; both name the two rollouts.
+        """
+        columns = extended_columns(self, turn)
+        return RoutingTrace(turn.spec, self.prompt_len, columns, turn.rollout_id, turn.provenance)
 
     def __reduce__(self) -> tuple:
         # for Ray and multiprocessing; content is checked again where it arrives
@@ -281,17 +335,3 @@ class RoutingTrace:
             f"{len(self.spec.moe_layers)} MoE layers, {self.spec.top_k} of "
             f"{self.spec.num_experts} experts, {int((~self.valid).sum())} rows missing{mixed})"
         )
-
-
-def _check_prompt_len(prompt_len: object, tokens: int, where: str) -> None:
-    if isinstance(prompt_len, bool) or not isinstance(prompt_len, int | np.integer):
-        raise TraceError(f"{where}: prompt_len is {prompt_len!r}, expected an integer")
-    if not 0 <= prompt_len <= tokens:
-        raise TraceError(f"{where}: prompt_len is {prompt_len}, expected 0..{tokens} tokens")
-
-
-def _as_int32(tokens: np.ndarray, where: str) -> np.ndarray:
-    if int(tokens.max()) > np.iinfo(np.int32).max:
-        at = int(tokens.argmax())
-        raise TraceError(f"{where}: token {at}: id {tokens[at]}, expected less than 2**31")
-    return np.array(tokens, dtype=np.int32)

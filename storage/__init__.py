@@ -3,6 +3,8 @@
 Imports the core and msgpack; knows nothing about engines, trainers or the command line.
 """
 
-from r3.storage.shard import ShardReader, ShardWriter
+from r3.storage.reader import ShardReader
+from r3.storage.stored import RoutingSlice
+from r3.storage.writer import ShardWriter
 
-__all__ = ["ShardReader", "ShardWriter"]
+__all__ = ["RoutingSlice", "ShardReader", "ShardWriter"]

@@ -1,25 +1,32 @@
 """Arrays as bytes and back: the seam at which codecs for expert ids are put in.
 
-A record names the codec of each of its columns. `routed_experts` is written by a codec from
-`CODECS`, every other column is "raw". Decoders take untrusted bytes: they compare all sizes before
-they ask for memory, and raise FormatError for whatever does not fit.
+A record names the codec of each of its columns. `routed_experts` is cut into chunks, one layer by
+up to CHUNK_ROWS rows, each written by a chunk codec from `CODECS`; every other column is "raw" or
+"deflate". Decoders take untrusted bytes: they compare all sizes before they ask for memory, and
+raise FormatError for whatever does not fit.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
+import zlib
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
 
 from r3.errors import FormatError
 from r3.spec import RouterSpec
+from r3.storage.enumeration import OrderCode, SetCode
 
 Buffer = bytes | bytearray | memoryview
 
-RAW = "raw"
-# the dtypes that a raw column can have, little-endian; no objects, no text, no structures
+RAW, DEFLATE = "raw", "deflate"
+CHUNK_ROWS = 4096
+# the dtypes that a column can have, little-endian; no objects, no text, no structures
 DTYPES = {
     name: np.dtype(name if name == "bool" else "<" + name)
     for name in ("bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8")
@@ -27,47 +34,106 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_AXES = 8
 _MAX_BYTES = 1 << 62  # below what numpy can address, so that reshape never fails
+_DEFLATE_RATIO = 1032  # nothing expands more than that; more was not written by deflate
 
 
-class Codec(Protocol):
-    """Turns expert ids [rows, MoE layers, top_k] into bytes and back, exactly, as sets per row."""
+class ChunkCodec(Protocol):
+    """Turns the expert ids of one layer, uint8 or uint16 [rows, top_k], into bytes and back."""
 
     name: str
+    keeps_order: bool
 
-    def encode(self, ids: np.ndarray, spec: RouterSpec) -> Buffer:
-        """Bytes of `ids`, uint8 or uint16 (spec.dtype) [rows, MoE layers, top_k]."""
+    def size(self, rows: int, spec: RouterSpec) -> int:
+        """Bytes of a chunk of so many rows."""
         ...
 
-    def decode(self, data: Buffer, rows: int, spec: RouterSpec) -> np.ndarray:
-        """Ids [rows, MoE layers, top_k] of spec.dtype. Raises FormatError for a wrong size."""
+    def encode(self, ids: np.ndarray, spec: RouterSpec, out: np.ndarray) -> None:
+        """Write ids, distinct and in range in each row, to out, uint8 [size] of zeros."""
+        ...
+
+    def decode(self, data: np.ndarray, spec: RouterSpec, out: np.ndarray) -> None:
+        """Read data, uint8 [size], into out [rows, top_k]. Raises FormatError."""
         ...
 
 
-class PlainCodec:
-    """The ids as they are: uint8 to 256 experts, else little-endian uint16, in C order.
+class EnumCodec:
+    """Each row by its number among all sets (r3.storage.enumeration); ids come back ascending."""
 
-    Keeps the order within the top_k. Decoding makes a view of `data`, not a copy.
-    """
+    name = "enum"
+    keeps_order = False
 
-    name = "plain"
+    def size(self, rows: int, spec: RouterSpec) -> int:
+        return SetCode.of(spec.num_experts, spec.top_k).packing.size(rows)
 
-    def encode(self, ids: np.ndarray, spec: RouterSpec) -> Buffer:
-        return _bytes_of(ids.astype(spec.dtype.newbyteorder("<"), copy=False))
+    def encode(self, ids: np.ndarray, spec: RouterSpec, out: np.ndarray) -> None:
+        code = SetCode.of(spec.num_experts, spec.top_k)
+        kernels = _kernels(ids.size * code.packing.limbs)
+        if kernels:
+            kernels.encode_sets(code, ids, out)
+        else:
+            out[:] = np.frombuffer(code.packing.pack(code.rank(ids)), np.uint8)
 
-    def decode(self, data: Buffer, rows: int, spec: RouterSpec) -> np.ndarray:
-        name = _NAMES[spec.dtype.newbyteorder("<")]
-        return decode_raw(data, name, (rows, len(spec.moe_layers), spec.top_k))
+    def decode(self, data: np.ndarray, spec: RouterSpec, out: np.ndarray) -> None:
+        code = SetCode.of(spec.num_experts, spec.top_k)
+        kernels = _kernels(out.size * code.packing.limbs)
+        if kernels:
+            kernels.decode_sets(code, data, out)
+        else:
+            out[:] = code.unrank(code.packing.unpack(data, len(out)))
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (PlainCodec(),)}
-DEFAULT_CODEC = PlainCodec.name
+class OrderedEnumCodec:
+    """The sets as EnumCodec has them, and behind them in which order each row named its ids."""
+
+    name = "enum-ordered"
+    keeps_order = True
+    _sets = EnumCodec()
+
+    def size(self, rows: int, spec: RouterSpec) -> int:
+        return self._sets.size(rows, spec) + OrderCode.of(spec.top_k).packing.size(rows)
+
+    def encode(self, ids: np.ndarray, spec: RouterSpec, out: np.ndarray) -> None:
+        at, code = self._sets.size(len(ids), spec), OrderCode.of(spec.top_k)
+        self._sets.encode(ids, spec, out[:at])
+        out[at:] = np.frombuffer(code.packing.pack(code.rank(ids)), np.uint8)
+
+    def decode(self, data: np.ndarray, spec: RouterSpec, out: np.ndarray) -> None:
+        at, code = self._sets.size(len(out), spec), OrderCode.of(spec.top_k)
+        self._sets.decode(data[:at], spec, out)
+        out[:] = code.arrange(out, code.packing.unpack(data[at:], len(out)))
 
 
-def find_codec(name: str) -> Codec:
+CODECS: dict[str, ChunkCodec] = {codec.name: codec for codec in (EnumCodec(), OrderedEnumCodec())}
+
+
+def find_codec(name: str) -> ChunkCodec:
     """The codec of that name. Raises FormatError for one that this version does not have."""
     if name not in CODECS:
         raise FormatError(f"codec {name!r} for routed_experts, expected one of {sorted(CODECS)}")
     return CODECS[name]
+
+
+# numpy has coded so many values (ids times 64-bit words of a rank) in this process; loading the
+# kernels costs about as much as coding 8 million of them, and compiling them once some seconds
+_coded = 0
+_WORTH_LOADING = 8 << 20
+
+
+def _kernels(values: int) -> ModuleType | None:
+    """r3.storage.kernels once there is enough to do for it, None until then or without numba.
+
+    So nobody waits for a compiler to read a few traces, and a long job soon has fast code.
+    """
+    global _coded
+    module = sys.modules.get("r3.storage.kernels")
+    if module is not None and hasattr(module, "decode_sets"):
+        return module
+    _coded += values
+    if _coded < _WORTH_LOADING or importlib.util.find_spec("numba") is None:
+        return None
+    import r3.storage.kernels as loaded
+
+    return loaded
 
 
 def dtype_name(dtype: np.dtype) -> str:
@@ -78,8 +144,8 @@ def dtype_name(dtype: np.dtype) -> str:
     return name
 
 
-def raw_size(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a raw array. Raises FormatError for a dtype or shape that no record can have."""
+def array_size(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of an array. Raises FormatError for a dtype or shape that no record can have."""
     if dtype not in DTYPES:
         raise FormatError(f"dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
     if not 1 <= len(shape) <= _MAX_AXES or min(shape) < 0:
@@ -90,26 +156,57 @@ def raw_size(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * item
 
 
+def check_column_size(codec: str, dtype: str, shape: Sequence[int], size: int) -> None:
+    """Raise FormatError unless `size` bytes in that codec can be an array of that shape."""
+    expected = array_size(dtype, shape)
+    if codec == RAW and size != expected:
+        raise FormatError(f"{size} bytes, expected {expected} for {dtype} of shape {list(shape)}")
+    if codec == DEFLATE and expected > size * _DEFLATE_RATIO:
+        raise FormatError(f"{size} bytes that expand to {expected}, which deflate cannot do")
+    if codec not in (RAW, DEFLATE):
+        raise FormatError(f"codec {codec!r}, expected {RAW!r} or {DEFLATE!r}")
+
+
 def encode_raw(array: np.ndarray) -> Buffer:
     """Little-endian bytes of `array` in C order; a view where the array already is that."""
-    return _bytes_of(array.astype(array.dtype.newbyteorder("<"), copy=False))
+    items = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return items.reshape(-1).view(np.uint8).data
 
 
-def decode_raw(data: Buffer, dtype: str, shape: Sequence[int]) -> np.ndarray:
-    """The array of that dtype name and shape, a view of `data`.
+def encode_column(array: np.ndarray) -> tuple[str, Buffer]:
+    """Codec and bytes of `array`: deflate over byte planes where that is shorter, else raw.
 
-    Raises FormatError if `data` is not exactly as long as that, or holds a bool that is not 0 or 1.
+    A byte plane is one byte of each item, lowest first: exponents and high bytes of ids are alike
+    and shrink, mantissas do not.
     """
-    expected = raw_size(dtype, shape)
-    if len(data) != expected:
-        raise FormatError(
-            f"{len(data)} bytes, expected {expected} for {dtype} of shape {list(shape)}"
-        )
-    array = np.frombuffer(data, dtype=DTYPES[dtype]).reshape(shape)
-    if dtype == "bool" and expected and array.view(np.uint8).max() > 1:
-        raise FormatError(f"a bool stored as {array.view(np.uint8).max()}, expected 0 or 1")
+    raw = encode_raw(array)
+    planes = np.ascontiguousarray(np.frombuffer(raw, np.uint8).reshape(-1, array.itemsize).T)
+    # runs and skewed bytes are all that there is to gain, and this finds them at 250 MB/s
+    deflate = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
+    packed = deflate.compress(planes) + deflate.flush()
+    return (DEFLATE, packed) if len(packed) < len(raw) else (RAW, raw)
+
+
+def decode_column(codec: str, data: Buffer, dtype: str, shape: Sequence[int]) -> np.ndarray:
+    """The array of that dtype name and shape, in memory of its own.
+
+    Raises FormatError if `data` is not exactly that, or holds a bool that is not 0 or 1.
+    """
+    check_column_size(codec, dtype, shape, len(data))
+    expected, item = array_size(dtype, shape), DTYPES[dtype].itemsize
+    if codec == DEFLATE:
+        inflate = zlib.decompressobj(-15)
+        try:
+            data = inflate.decompress(data, expected + 1)
+        except zlib.error as e:
+            raise FormatError(f"not deflate: {e}") from None
+        if len(data) != expected or not inflate.eof or inflate.unused_data:
+            raise FormatError(f"deflate of other than {expected} bytes")
+        planes = np.frombuffer(data, np.uint8).reshape(item, -1)
+        octets = np.ascontiguousarray(planes.T).reshape(-1)
+    else:
+        octets = np.frombuffer(data, np.uint8).copy()
+    array = octets.view(DTYPES[dtype]).reshape(shape)
+    if dtype == "bool" and expected and octets.max() > 1:
+        raise FormatError(f"a bool stored as {octets.max()}, expected 0 or 1")
     return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -1,51 +1,50 @@
-"""One trace as one self-describing record: a checksummed msgpack header, then the columns.
+"""One trace as one self-describing record: a checksummed header, then the columns.
 
-The header says of every column what it is and where it lies, so a reader can fetch one column
-without the others. Headers are untrusted: plain values only, bounded in size and depth, and every
-length in them is compared with what is there before memory is taken.
+The header says of every column what it is and where it lies, so a reader can fetch one column, or
+some layers and rows of the routing, without the others. Every length in it is compared with what is
+there before memory is taken.
 """
 
 from __future__ import annotations
 
 import reprlib
-import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
 import numpy as np
 
+from r3.columns import ALIGNMENTS
 from r3.errors import FormatError, R3Error, TraceError
 from r3.identity import Provenance, RolloutId
 from r3.spec import RouterSpec
 from r3.storage.codec import (
-    DEFAULT_CODEC,
     RAW,
     Buffer,
-    decode_raw,
+    array_size,
+    check_column_size,
     dtype_name,
+    encode_column,
     encode_raw,
     find_codec,
-    raw_size,
 )
-from r3.trace import ALIGNMENTS, Column, RoutingTrace
+from r3.storage.experts import MAX_SPANS, ExpertsLayout, Span
+from r3.storage.header import Read, get, pack_header, read_packed
+from r3.trace import RoutingTrace
 
-# `read(offset, size)`: that part of a record, in memory of its own; FormatError if it is not there
-Read = Callable[[int, int], Buffer]
-
-MAX_HEADER = 1 << 20  # bytes
-_MAX_ITEMS = 1 << 16  # of one list or map in a header
-_MAX_DEPTH = 16  # of lists and maps in each other
-_PREFIX = struct.Struct("<II")  # length of the header, CRC-32 of that length and the header
+EXPERTS = "routed_experts"
+# a record's arrays may be so many times as large as the record, and this many bytes: no honest one
+# comes near, and a hostile one cannot ask for memory that it does not itself nearly take
+_EXPANSION, _FREE = 4096, 1 << 20
 
 
 @dataclass(frozen=True)
 class ColumnHeader:
     """Where a column lies in its record and how to read it.
 
-    offset, size: bytes from the start of the record, and in it. crc32: of those bytes.
+    offset, size: bytes from the start of the record, and in it. crc32: of those bytes; None for
+    routed_experts, whose parts have their own. layout, spans: of routed_experts only.
     """
 
     name: str
@@ -56,7 +55,9 @@ class ColumnHeader:
     codec: str
     offset: int
     size: int
-    crc32: int
+    crc32: int | None
+    layout: ExpertsLayout | None = None
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,239 +70,172 @@ class RecordHeader:
     provenance: Provenance
     columns: tuple[ColumnHeader, ...]
 
+    def column(self, name: str) -> ColumnHeader | None:
+        return next((c for c in self.columns if c.name == name), None)
 
-def encode_record(trace: RoutingTrace) -> list[Buffer]:
+
+@dataclass(frozen=True, eq=False)
+class SharedRows:
+    """The first rows of a trace as rows that the file already has.
+
+    exceptions: per MoE layer, the rows that differ (ascending) and their ids [count, top_k]; empty
+    if none does.
+    """
+
+    spans: tuple[Span, ...] = ()
+    exceptions: Sequence[tuple[np.ndarray, np.ndarray]] = ()
+
+    @property
+    def rows(self) -> int:
+        return sum(span.rows for span in self.spans)
+
+
+def encode_record(trace: RoutingTrace, codec: str, shared: SharedRows) -> list[Buffer]:
     """The bytes of a record, in pieces to be written one behind the other.
 
-    Columns are views of the trace's arrays. Raises TraceError, naming the rollout, for a column
-    or a provenance value that the format has no place for.
+    Raises TraceError, naming the rollout, for a column or a provenance value that the format has no
+    place for.
     """
-    columns, payloads = [], []
     try:
-        for name, column in trace.columns.items():
-            if name == "routed_experts":
-                codec = DEFAULT_CODEC
-                payload = find_codec(codec).encode(column.data, trace.spec)
-            else:
-                codec, payload = RAW, encode_raw(column.data)
-            columns.append(
-                {
-                    "name": name,
-                    "align": column.align,
-                    "version": column.version,
-                    "dtype": dtype_name(column.data.dtype),
-                    "shape": list(column.data.shape),
-                    "codec": codec,
-                    "bytes": len(payload),
-                    "crc32": zlib.crc32(payload),
-                }
-            )
-            payloads.append(payload)
-        header = pack_header(
-            {
-                "rollout_id": str(trace.rollout_id),
-                "prompt_len": int(trace.prompt_len),
-                "digest": trace.digest,
-                "provenance": trace.provenance.to_dict(),
-                "columns": columns,
-            }
-        )
-        size = len(header) + sum(map(len, payloads))
-        read_header(lambda offset, n: header[offset : offset + n], size)
+        try:
+            return _encode(trace, codec, shared, encode_column)
+        except _TooDense:  # long runs of one token; leave them as they are
+            return _encode(trace, codec, shared, lambda array: (RAW, encode_raw(array)))
     except FormatError as e:
         raise TraceError(f"rollout {trace.rollout_id} cannot be stored: {e}") from None
+
+
+def _encode(trace: RoutingTrace, codec: str, shared: SharedRows, encode: Any) -> list[Buffer]:
+    columns: list[dict[str, Any]] = []
+    payloads: list[Buffer] = []
+    for name, column in trace.columns.items():
+        entry = {
+            "name": name,
+            "align": column.align,
+            "version": column.version,
+            "dtype": dtype_name(column.data.dtype),
+            "shape": list(column.data.shape),
+        }
+        if name == EXPERTS:
+            own = column.data[shared.rows :]
+            if not trace.valid.all():
+                own = own[trace.valid[shared.rows :]]
+            counts = [len(rows) for rows, _ in shared.exceptions]
+            layout = ExpertsLayout(find_codec(codec), trace.spec, len(own), shared.rows, counts)
+            payload = layout.encode(own, shared.exceptions)
+            entry |= {"codec": codec, "stored": len(own)}
+            if shared.spans:
+                entry["spans"] = [[s.record, s.start, s.rows] for s in shared.spans]
+                entry["exceptions"] = counts
+        else:
+            entry["codec"], payload = encode(column.data)
+            entry["crc32"] = zlib.crc32(payload)
+        columns.append(entry | {"bytes": len(payload)})
+        payloads.append(payload)
+    header = pack_header(
+        {
+            "rollout_id": str(trace.rollout_id),
+            "prompt_len": int(trace.prompt_len),
+            "digest": trace.digest,
+            "provenance": trace.provenance.to_dict(),
+            "columns": columns,
+        }
+    )
+    size = len(header) + sum(map(len, payloads))
+    read_header(lambda offset, n: header[offset : offset + n], size, trace.spec)
     return [header, *payloads]
 
 
-def read_header(read: Read, size: int) -> RecordHeader:
+class _TooDense(FormatError):
+    """Arrays out of proportion to their record."""
+
+
+def read_header(read: Read, size: int, spec: RouterSpec) -> RecordHeader:
     """The header of a record of `size` bytes. Raises FormatError for anything but a whole one."""
     values, offset = read_packed(read, size)
-    rollout = _get(values, "rollout_id", str)
+    rollout = get(values, "rollout_id", str)
     try:
         rollout_id = RolloutId.parse(rollout)
-        provenance = Provenance.from_dict(_get(values, "provenance", dict))
+        provenance = Provenance.from_dict(get(values, "provenance", dict))
     except R3Error as e:
         raise FormatError(str(e)) from None
     if str(rollout_id) != rollout:
         raise FormatError(f"rollout id {rollout!r}, expected it written {str(rollout_id)!r}")
     columns: list[ColumnHeader] = []
-    for item in _get(values, "columns", list):
+    for item in get(values, "columns", list):
         if type(item) is not dict:
             raise FormatError(f"column is {reprlib.repr(item)}, expected a map")
-        column = _column(item, offset)
+        column = _column(item, offset, spec)
         if column.name in {c.name for c in columns}:
             raise FormatError(f"two columns are named {column.name!r}")
         columns.append(column)
         offset += column.size
     if offset != size:
         raise FormatError(f"record has {size} bytes, expected {offset} by its header")
-    prompt_len, digest = _get(values, "prompt_len", int), _get(values, "digest", str)
+    arrays = sum(array_size(c.dtype, c.shape) for c in columns)
+    if arrays > size * _EXPANSION + _FREE:
+        raise _TooDense(f"arrays of {arrays} bytes in a record of {size}, which none can have")
+    prompt_len, digest = get(values, "prompt_len", int), get(values, "digest", str)
     return RecordHeader(rollout_id, prompt_len, digest, provenance, tuple(columns))
 
 
-def read_trace(read: Read, size: int, spec: RouterSpec) -> RoutingTrace:
-    """The trace of a record of `size` bytes: checksums, content and digest are all checked.
-
-    Raises FormatError, naming the rollout. Warns as RoutingTrace does.
-    """
-    header = read_header(read, size)
+def _column(item: dict[str, Any], offset: int, spec: RouterSpec) -> ColumnHeader:
+    name = get(item, "name", str)
     try:
-        columns = {
-            c.name: Column(_decode(read, c, spec), c.align, c.version) for c in header.columns
-        }
-        trace = RoutingTrace(spec, header.prompt_len, columns, header.rollout_id, header.provenance)
-    except FormatError as e:
-        raise FormatError(f"rollout {header.rollout_id}: {e}") from None
-    except TraceError as e:  # names the rollout itself
-        raise FormatError(str(e)) from None
-    if trace.digest != header.digest:
-        raise FormatError(
-            f"rollout {header.rollout_id}: its content has digest {trace.digest}, expected "
-            f"{reprlib.repr(header.digest)}"
-        )
-    return trace
-
-
-def _column(item: dict[str, Any], offset: int) -> ColumnHeader:
-    name = _get(item, "name", str)
-    try:
-        shape = tuple(_get(item, "shape", list))
-        if any(type(n) is not int for n in shape):
-            raise FormatError(f"shape is {reprlib.repr(shape)}, expected integers")
-        column = ColumnHeader(
-            name=name,
-            align=_get(item, "align", str),
-            version=_get(item, "version", int),
-            dtype=_get(item, "dtype", str),
-            shape=shape,
-            codec=_get(item, "codec", str),
-            offset=offset,
-            size=_get(item, "bytes", int),
-            crc32=_get(item, "crc32", int),
-        )
-        if column.align not in ALIGNMENTS:
-            raise FormatError(f"align is {column.align!r}, expected one of {ALIGNMENTS}")
-        unpacked = raw_size(column.dtype, shape)
-        if name == "routed_experts":
-            find_codec(column.codec)
-        elif column.codec != RAW:
-            raise FormatError(f"codec {column.codec!r}, expected {RAW!r}")
-        elif column.size != unpacked:
-            raise FormatError(
-                f"{column.size} bytes, expected {unpacked} for {column.dtype} of shape "
-                f"{list(shape)}"
-            )
+        shape = tuple(_integers(get(item, "shape", list), "shape"))
+        codec, dtype = get(item, "codec", str), get(item, "dtype", str)
+        size, align = get(item, "bytes", int), get(item, "align", str)
+        if align not in ALIGNMENTS:
+            raise FormatError(f"align is {align!r}, expected one of {ALIGNMENTS}")
+        array_size(dtype, shape)
+        crc32, layout, spans = None, None, ()
+        if name == EXPERTS:
+            layout, spans = _experts(item, codec, dtype, shape, spec)
+            if size != layout.size:
+                raise FormatError(f"{size} bytes, expected {layout.size} by its rows")
+        else:
+            crc32 = get(item, "crc32", int)
+            check_column_size(codec, dtype, shape, size)
+        version = get(item, "version", int)
     except FormatError as e:
         raise FormatError(f"column {reprlib.repr(name)}: {e}") from None
-    return column
+    return ColumnHeader(
+        name, align, version, dtype, shape, codec, offset, size, crc32, layout, spans
+    )
 
 
-def _decode(read: Read, column: ColumnHeader, spec: RouterSpec) -> np.ndarray:
-    data = read(column.offset, column.size)
-    found = zlib.crc32(data)
-    if found != column.crc32:
+def _experts(
+    item: dict[str, Any], codec: str, dtype: str, shape: tuple[int, ...], spec: RouterSpec
+) -> tuple[ExpertsLayout, tuple[Span, ...]]:
+    expected = (dtype_name(spec.dtype), (len(spec.moe_layers), spec.top_k))
+    if (dtype, shape[1:]) != expected:
         raise FormatError(
-            f"column {column.name!r}: checksum {found:08x}, expected {column.crc32:08x}"
+            f"{dtype} of shape {list(shape)}, expected {expected[0]} of shape "
+            f"[rows, {expected[1][0]}, {expected[1][1]}] by the file's routers"
         )
-    try:
-        if column.name != "routed_experts":
-            return decode_raw(data, column.dtype, column.shape)
-        expected = (dtype_name(spec.dtype), (len(spec.moe_layers), spec.top_k))
-        if (column.dtype, column.shape[1:]) != expected:
-            raise FormatError(
-                f"{column.dtype} of shape {list(column.shape)}, expected {expected[0]} of shape "
-                f"[rows, {expected[1][0]}, {expected[1][1]}] by the file's routers"
-            )
-        return find_codec(column.codec).decode(data, column.shape[0], spec)
-    except FormatError as e:
-        raise FormatError(f"column {column.name!r}: {e}") from None
-
-
-def pack_header(values: dict[str, Any]) -> bytes:
-    """Length, checksum and msgpack of `values`.
-
-    Raises FormatError for what `read_packed` would refuse, so that it is never written.
-    """
-    try:
-        data = msgpack.packb(values)
-    except (ValueError, TypeError, OverflowError, RecursionError) as e:
+    stored, spans = get(item, "stored", int), []
+    for span in get(item, "spans", list) if "spans" in item else []:
+        if type(span) is not list or len(span) != 3:
+            raise FormatError(f"span {reprlib.repr(span)}, expected a record, a row and a number")
+        spans.append(Span(*_integers(span, "span")))
+        if not spans[-1].rows:
+            raise FormatError("span of no rows")
+    counts = get(item, "exceptions", list) if spans else []
+    shared = sum(span.rows for span in spans)
+    if len(spans) > MAX_SPANS or shared + stored > shape[0]:
         raise FormatError(
-            f"header: {e}, expected plain values (text, numbers, lists, maps)"
-        ) from None
-    length = len(data).to_bytes(4, "little")
-    packed = _PREFIX.pack(len(data), zlib.crc32(data, zlib.crc32(length))) + data
-    read_packed(lambda offset, size: packed[offset : offset + size], len(packed))
-    return packed
-
-
-def read_packed(read: Read, size: int) -> tuple[dict[str, Any], int]:
-    """The map that `pack_header` wrote at the start of `size` bytes, and the offset behind it."""
-    if size < _PREFIX.size:
-        raise FormatError(f"header cut short: {size} bytes, expected at least {_PREFIX.size}")
-    length, crc32 = _PREFIX.unpack(read(0, _PREFIX.size))
-    end = _PREFIX.size + length
-    if length > MAX_HEADER:
-        raise FormatError(f"header of {length} bytes, expected at most {MAX_HEADER}")
-    if end > size:
-        raise FormatError(f"header cut short or corrupt: ends at byte {end} of {size}")
-    data = read(_PREFIX.size, length)
-    found = zlib.crc32(data, zlib.crc32(length.to_bytes(4, "little")))
-    if found != crc32:
-        raise FormatError(f"header is corrupt: checksum {found:08x}, expected {crc32:08x}")
-    try:
-        values = msgpack.unpackb(
-            data,
-            strict_map_key=True,
-            object_pairs_hook=_as_dict,
-            ext_hook=_no_extension,
-            max_ext_len=0,
-            max_bin_len=0,
-            max_array_len=_MAX_ITEMS,
-            max_map_len=_MAX_ITEMS,
+            f"{len(spans)} spans with {shared} rows and {stored} stored rows, expected at most "
+            f"{MAX_SPANS} and {shape[0]} rows"
         )
-        _check_plain(values)
-    except (ValueError, TypeError, msgpack.UnpackException) as e:
+    if counts and (len(counts) != shape[1] or max(_integers(counts, "exceptions")) > shared):
         raise FormatError(
-            f"header is not msgpack of plain values: {e or type(e).__name__}"
-        ) from None
-    if type(values) is not dict:
-        raise FormatError(f"header is {reprlib.repr(values)}, expected a map")
-    return values, end
+            f"exceptions are {reprlib.repr(counts)}, expected none, or {shape[1]} numbers of at "
+            f"most {shared}"
+        )
+    return ExpertsLayout(find_codec(codec), spec, stored, shared, counts), tuple(spans)
 
 
-def _as_dict(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs) or not all(type(k) is str for k in values):
-        raise ValueError("a map with a repeated key or a key that is not text")
+def _integers(values: list[Any], name: str) -> list[int]:
+    if any(type(n) is not int or not 0 <= n < 1 << 63 for n in values):
+        raise FormatError(f"{name} is {reprlib.repr(values)}, expected integers from 0")
     return values
-
-
-def _no_extension(code: int, data: bytes) -> None:
-    raise ValueError(f"extension type {code}")
-
-
-def _check_plain(value: Any) -> None:
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        inner: list[Any] = []
-        for item in level:
-            if type(item) is dict:
-                inner.extend(item.values())
-            elif type(item) is list:
-                inner.extend(item)
-            elif type(item) not in (str, int, float, bool, type(None)):
-                raise ValueError(f"a value of type {type(item).__name__}")
-        if not inner:
-            return
-        level = inner
-    raise ValueError(f"nested more than {_MAX_DEPTH} deep")
-
-
-def _get(values: dict[str, Any], key: str, kind: type) -> Any:
-    """values[key] of exactly that type; integers from 0."""
-    if key not in values:
-        raise FormatError(f"header has no {key!r}")
-    value = values[key]
-    if type(value) is not kind or (type(value) is int and value < 0):
-        raise FormatError(f"{key} is {reprlib.repr(value)}, expected {kind.__name__}")
-    return value

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import r3
 from r3 import Column, Provenance, RolloutId, RouterSpec, RoutingBatch, RoutingTrace
-from r3.checks import find_suspicious
+from r3.checks import check_distinct, check_shape_and_range, find_suspicious, sort_rows
 
 SPEC = RouterSpec(num_experts=64, top_k=4, moe_layers=(1, 2, 4), num_layers=5)
 NAME = RolloutId("run", "g", 1, 2, 3)
@@ -415,6 +418,116 @@ def test_digest_depends_on_everything_else():
     digests = [t.digest for t in traces]
     assert len(set(digests)) == len(digests)
     assert build(extra={"a": big}).digest == build(extra={"a": little}).digest
+
+
+FROZEN = {
+    # one per form of trace, as the first version computed them: files hold them
+    "small": "7e77411ca95585704e5ea43200c490f9",
+    "columns": "693744595f7decab178851f1238efaf1",
+    "wide": "158583149e97c85f86ec4f756be54d95",
+    "top_1": "b31f3a72d57c204d11c266974060e7de",
+    "big": "45ff1b54366ebb34fb57818cd04148fe",
+    "one_token": "e97f1488fadc4b7b8a6f3eb20972eb7a",
+}
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("form", FROZEN)
+def test_digests_stay_what_they_were(form, ordered):
+    spec, rows, step = {
+        "small": (SPEC, 11, 61),
+        "columns": (SPEC, 40, 5),
+        "wide": (RouterSpec(300, 6, (0, 1), 2, "sigmoid"), 40, 293),
+        "top_1": (RouterSpec(16, 1, (0, 1, 2), 3), 40, 1),
+        "big": (RouterSpec(128, 8, tuple(range(48)), 48), 3000, 101),
+        "one_token": (SPEC, 0, 1),
+    }[form]
+    row, layer, k = np.ogrid[:rows, : len(spec.moe_layers), : spec.top_k]
+    ids = (row * row * 7 + layer * 3 + k * step) % spec.num_experts
+    more = {}
+    if form in ("columns", "wide"):
+        more["valid"] = ~np.isin(np.arange(rows), [0, 7, 39])
+    if form == "columns":
+        more["weight_versions"] = [3] * 20 + [4] * 20
+        more["logprobs"] = -np.arange(39) / 4
+        more["extra"] = {
+            "reward": Column(np.arange(41) / 8, "token"),
+            "mark": Column(np.arange(40).astype(">i2"), "row", 3),
+        }
+    trace = RoutingTrace.build(
+        spec=spec,
+        token_ids=np.arange(rows + 1) * 31 % 1009,
+        routed_experts=np.sort(ids, axis=-1) if ordered else ids,
+        prompt_len=min(2, rows + 1),
+        **more,
+    )
+    assert trace.digest == FROZEN[form]
+
+
+# --- ascending rows
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.integers(0, 30),
+    layers=st.integers(1, 3),
+    top_k=st.integers(1, 23),
+    dtype=st.sampled_from(["uint8", "uint16", "int32", ">u2"]),
+    ascending=st.sampled_from([0, 0.5, 1]),
+    cleared=st.sampled_from([0, 0.5, 1]),
+)
+@settings(max_examples=300, deadline=None)
+def test_rows_are_sorted(seed, rows, layers, top_k, dtype, ascending, cleared):
+    """Against numpy; what is ascending is not copied, nothing is changed in place."""
+    rng = np.random.default_rng(seed)
+    ids = rng.random((rows, layers, 24)).argsort(axis=-1)[..., :top_k].astype(dtype)
+    valid = rng.random(rows) < 0.8
+    done = valid & (rng.random(rows) < ascending)
+    ids[done] = np.sort(ids[done], axis=-1)
+    ids[~valid & (rng.random(rows) < cleared)] = 0
+    before = ids.copy()
+    ordered = sort_rows(ids, valid)
+    assert (ids == before).all()
+    assert (ordered == np.sort(ids, axis=-1)).all()
+    assert (ordered is ids) == (ordered == ids).all()
+
+
+def test_checks_look_at_every_piece_of_a_long_rollout():
+    """Far more rows than are looked at together, in each order; the position is the rollout's."""
+    ids = np.tile(random_ids(500), (120, 1, 1)).astype(np.uint8)
+    for made in (ids, np.sort(ids, axis=-1)):
+        valid = np.ones(60000, bool)
+        check_distinct(made, valid, SPEC, "x")
+        assert find_suspicious(made, SPEC) == []
+        wrong = made.copy()
+        wrong[58500, 2, 1] = 64
+        with pytest.raises(r3.TraceError, match="row 58500, layer 4: expert id 64"):
+            check_shape_and_range(wrong, valid, SPEC, "x")
+        wrong[58500, 2] = wrong[58500, 2, 0]
+        with pytest.raises(r3.TraceError, match=r"row 58500, layer 4: experts .* one expert twice"):
+            check_distinct(wrong, valid, SPEC, "x")
+        valid[58500] = False
+        check_distinct(wrong, valid, SPEC, "x")
+        repeated = made.copy()
+        repeated[58000:58030] = repeated[58000]
+        repeated[58600] = np.arange(4)
+        found = [(f.kind, f.rows, f.first_row) for f in find_suspicious(repeated, SPEC)]
+        assert found == [("repeated_rows", 30, 58000), ("filler_rows", 1, 58600)]
+
+
+def test_a_trace_keeps_no_second_copy_of_its_rows():
+    """In whatever order they are. Temporaries are small, with one copy if rows must be sorted."""
+    spec = RouterSpec(64, 8, tuple(range(12)), 12)
+    ids = np.tile(random_ids(500, spec), (60, 1, 1)).astype(np.uint8)
+    for made, copies in ((np.sort(ids, axis=-1), 0), (ids, 1)):
+        columns = dict(build(30001, spec, routed_experts=made).columns)
+        tracemalloc.start()
+        trace = RoutingTrace(spec, 3, columns)
+        assert trace.digest
+        kept, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert kept < 0.1 * ids.nbytes
+        assert peak < (copies + 0.6) * ids.nbytes
 
 
 # --- RoutingBatch

@@ -33,6 +33,7 @@ def make_batch(sequences: list[list[int]], spec: RouterSpec = SPEC) -> RoutingBa
         routed_experts=np.where(valid[:, None, None], ids, 0).astype(np.uint8),
         valid=valid,
         logprobs=np.full(total, np.nan, np.float32),
+        weight_versions=np.full(total, -1, np.int64),
     )
 
 

@@ -1,0 +1,280 @@
+"""Appending traces to a shard file, and going on after a writer that died."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import threading
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from r3.errors import FormatError, SpecError, TornShardWarning, TraceError
+from r3.spec import RouterSpec
+from r3.storage.codec import CODECS, Buffer
+from r3.storage.frames import (
+    ENTRY,
+    FRAME,
+    RECORD,
+    SALT,
+    make_entry,
+    pack_file_header,
+    read_file_header,
+    rollout_key,
+)
+from r3.storage.reader import open_file
+from r3.storage.record import encode_record
+from r3.storage.recovery import recover
+from r3.storage.sharing import SharedPrefixes
+from r3.storage.stored import StoredRecord
+from r3.trace import RoutingTrace
+
+# an index is written after so many records or bytes, so that readers find records fast
+_INDEX_RECORDS, _INDEX_BYTES = 4096, 64 << 20
+_MAX_ENTRIES = 1 << 16  # of one index
+
+
+class ShardWriter:
+    """Appends traces to a shard file; creates it, or goes on where an earlier writer ended.
+
+    durable: `flush` waits for the disk, so that what it returned for survives a loss of power;
+    without it, what `append` returned for survives the end of this process, however it ends.
+    keep_order: store the order of the experts within a row too, at log2(top_k!) bits more.
+
+    The rows that a trace has in common with the beginning of one appended before are stored once.
+    Opening raises SpecError if the file is of other routers, and FormatError, naming the path, if
+    it is damaged or another writer has it open. A torn tail, left by a writer that died, is cut off
+    with a TornShardWarning. A file of no bytes counts as new. Threads may share a writer.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        spec: RouterSpec,
+        *,
+        durable: bool = False,
+        keep_order: bool = False,
+    ) -> None:
+        self.path, self.spec, self.durable = Path(path), spec, durable
+        self._codec = CODECS["enum-ordered" if keep_order else "enum"]
+        self._prefixes = SharedPrefixes(self._codec)
+        self._mutex = threading.Lock()
+        self._entries = bytearray()  # ENTRY of every record
+        self._by_key: dict[bytes, int] = {}
+        self._indexes: list[tuple[int, int]] = []  # frame and first record of each in the chain
+        self._indexed = 0  # records that are in an index
+        self._durable = 0  # records that were on the disk at the last commit
+        self._synced = True  # whether that is all, and an index at the end says so
+        self._since_index = 0  # bytes
+        self._file = open_file(path, "a+")
+        try:
+            self._lock()
+            self._end = os.fstat(self._file.fileno()).st_size
+            if self._end:
+                self._resume()
+            else:
+                header = pack_file_header(spec, os.urandom(SALT))
+                self._write([header])
+                self._sync()
+                _sync_folder(self.path.parent)
+                self._header = read_file_header(lambda at, n: header[at : at + n], len(header))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._entries) // ENTRY.itemsize
+
+    @property
+    def file_size(self) -> int:
+        """Bytes of the file."""
+        return self._end
+
+    def append(self, trace: RoutingTrace) -> int:
+        """Store a trace and return its record's number.
+
+        One that is already there (same rollout id, same digest) is not stored again; the number is
+        that of the first. Raises SpecError for other routers, TraceError for a rollout id that
+        is taken by other content or a column that the format has no place for.
+        """
+        if trace.spec != self.spec:
+            raise SpecError(
+                f"rollout {trace.rollout_id} is of {trace.spec}, expected the routers of "
+                f"{self.path}: {self.spec}"
+            )
+        trace.digest  # noqa: B018  # computed and kept, before other threads have to wait
+        with self._mutex:
+            return self._append(trace)
+
+    def _append(self, trace: RoutingTrace) -> int:
+        name = str(trace.rollout_id)
+        key = rollout_key(name)
+        if key in self._by_key:
+            index = self._by_key[key]
+            digest = self._entry(index)["digest"].tobytes().hex()
+            if digest != trace.digest:
+                raise TraceError(
+                    f"rollout {name} is record {index} of {self.path} with digest {digest}, "
+                    f"found other content with digest {trace.digest}: count RolloutId.attempt up"
+                )
+            return index
+        shared = self._prefixes.find(trace, self)
+        pieces = encode_record(trace, self._codec.name, shared)
+        frame, size = self._end, sum(map(len, pieces))
+        self._synced = False
+        self._write([self._header.frame(RECORD, frame, size), *pieces])
+        self._since_index += size
+        self._by_key[key] = len(self)
+        self._entries += make_entry(frame, name, trace.digest)
+        self._prefixes.add(trace, frame, shared)
+        if self._since_index > _INDEX_BYTES or len(self) - self._indexed >= _INDEX_RECORDS:
+            self._write_index()
+        return len(self) - 1
+
+    def flush(self) -> None:
+        """Return when what was appended survives this process; if durable, a loss of power too."""
+        with self._mutex:
+            if self.durable and not self._synced:
+                self._commit()
+
+    def close(self) -> None:
+        """Write the last index and close the file; doing so twice is allowed."""
+        with self._mutex:
+            if self._file.closed:
+                return
+            try:
+                if not self._synced:
+                    self._commit()
+            finally:
+                self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- what records that share rows ask for
+
+    def read(self, offset: int, size: int) -> Buffer:
+        """Bytes of the file. Raises FormatError if they are not there."""
+        data = np.empty(size, np.uint8).data
+        done = 0
+        while done < size:
+            got = os.preadv(self._file.fileno(), [data[done:]], offset + done)
+            if not got:
+                raise FormatError(f"ends at byte {offset + done}, expected {offset + size}")
+            done += got
+        return data
+
+    def record_at(self, frame: int) -> StoredRecord:
+        """The record whose frame is at that byte."""
+        _, size = self._header.parse_frame(bytes(self.read(frame, FRAME.size)), frame)
+        return StoredRecord(self, frame, frame + FRAME.size, size)
+
+    # --- indexes
+
+    def _commit(self) -> None:
+        # an index that says "synced" must not be on the disk before what it speaks of
+        self._sync()
+        self._durable = len(self)
+        self._write_index()
+        self._sync()
+        self._synced = True
+
+    def _write_index(self) -> None:
+        # small indexes are written again as part of the next, so that the chain stays short
+        first, indexes = self._indexed, list(self._indexes)
+        while indexes and first - indexes[-1][1] <= len(self) - first:
+            if len(self) - indexes[-1][1] > _MAX_ENTRIES:
+                break
+            first = indexes.pop()[1]
+        entries = bytes(self._entries[first * ENTRY.itemsize :])
+        before = indexes[-1][0] if indexes else 0
+        frame = self._end
+        self._write([self._header.index(frame, before, first, self._durable, entries)])
+        self._indexes = [*indexes, (frame, first)]
+        self._indexed, self._since_index = len(self), 0
+
+    def _entry(self, index: int) -> np.ndarray:
+        return np.frombuffer(self._entries, ENTRY, count=1, offset=index * ENTRY.itemsize)[0]
+
+    # --- the file
+
+    def _resume(self) -> None:
+        """Go on behind the last whole record; see r3.storage.recovery."""
+        size = self._end
+        try:
+            self._header = read_file_header(self.read, size)
+            if self._header.spec != self.spec:
+                raise SpecError(
+                    f"{self.path} is of {self._header.spec}, expected the routers to write: "
+                    f"{self.spec}"
+                )
+            with mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ) as view:
+                found = recover(self, self._header, view)
+        except FormatError as e:
+            raise FormatError(f"{self.path}: {e}") from None
+        self._entries, self._indexes = found.entries, found.indexes
+        self._indexed, self._durable, self._end = found.indexed, found.synced, found.end
+        for i, key in enumerate(np.frombuffer(self._entries, ENTRY)["key"].tolist()):
+            self._by_key.setdefault(key, i)
+        if found.lost:
+            warnings.warn(
+                f"{self.path}: {size - found.end} bytes cut off from byte {found.end} on; "
+                f"{len(self)} whole records are there; lost: {'; '.join(found.lost)}",
+                TornShardWarning,
+                stacklevel=4,
+            )
+            self._file.truncate(self._end)
+        self._synced = found.synced == len(self) and not found.lost
+        if found.lost:  # so that no index names what is lost
+            self._commit()
+
+    def _sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FormatError(f"{self.path}: another ShardWriter has this file open") from None
+        except OSError:  # a file system without locks: the caller's own care has to do
+            pass
+
+    def _write(self, pieces: list[Buffer]) -> None:
+        try:
+            rest = [memoryview(piece) for piece in pieces if len(piece)]
+            while rest:
+                done = os.writev(self._file.fileno(), rest[:64])
+                while rest and done >= len(rest[0]):
+                    done -= len(rest.pop(0))
+                if done:
+                    rest[0] = rest[0][done:]
+        except BaseException:  # a full disk, an interrupt: leave whole records only
+            try:
+                self._file.truncate(self._end)
+            except (OSError, ValueError):
+                self._file.close()
+            raise
+        self._end += sum(map(len, pieces))
+
+
+def _sync_folder(path: Path) -> None:
+    """Wait until the names of the files in a folder are on the disk, where that can be asked."""
+    with contextlib.suppress(OSError):
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
