@@ -4,7 +4,17 @@ Imports the core and msgpack; knows nothing about engines, trainers or the comma
 """
 
 from r3.storage.reader import ShardReader
+from r3.storage.rotation import RotatingWriter, shard_paths
 from r3.storage.stored import RoutingSlice
+from r3.storage.verify import merge, verify
 from r3.storage.writer import ShardWriter
 
-__all__ = ["RoutingSlice", "ShardReader", "ShardWriter"]
+__all__ = [
+    "RotatingWriter",
+    "RoutingSlice",
+    "ShardReader",
+    "ShardWriter",
+    "merge",
+    "shard_paths",
+    "verify",
+]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
 import zlib
 from collections.abc import Sequence
 from types import ModuleType
@@ -34,6 +33,7 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_AXES = 8
 _MAX_BYTES = 1 << 62  # below what numpy can address, so that reshape never fails
+_WORTH_DEFLATING = 16  # bytes to be saved, for which a reader has to do more
 _DEFLATE_RATIO = 1032  # nothing expands more than that; more was not written by deflate
 
 
@@ -116,6 +116,7 @@ def find_codec(name: str) -> ChunkCodec:
 # numpy has coded so many values (ids times 64-bit words of a rank) in this process; loading the
 # kernels costs about as much as coding 8 million of them, and compiling them once some seconds
 _coded = 0
+_loaded: ModuleType | None = None
 _WORTH_LOADING = 8 << 20
 
 
@@ -124,16 +125,12 @@ def _kernels(values: int) -> ModuleType | None:
 
     So nobody waits for a compiler to read a few traces, and a long job soon has fast code.
     """
-    global _coded
-    module = sys.modules.get("r3.storage.kernels")
-    if module is not None and hasattr(module, "decode_sets"):
-        return module
-    _coded += values
-    if _coded < _WORTH_LOADING or importlib.util.find_spec("numba") is None:
-        return None
-    import r3.storage.kernels as loaded
-
-    return loaded
+    global _coded, _loaded
+    if _loaded is None:
+        _coded += values
+        if _coded >= _WORTH_LOADING and importlib.util.find_spec("numba") is not None:
+            _loaded = importlib.import_module("r3.storage.kernels")
+    return _loaded
 
 
 def dtype_name(dtype: np.dtype) -> str:
@@ -174,7 +171,7 @@ def encode_raw(array: np.ndarray) -> Buffer:
 
 
 def encode_column(array: np.ndarray) -> tuple[str, Buffer]:
-    """Codec and bytes of `array`: deflate over byte planes where that is shorter, else raw.
+    """Codec and bytes of `array`: deflate over byte planes where that saves something, else raw.
 
     A byte plane is one byte of each item, lowest first: exponents and high bytes of ids are alike
     and shrink, mantissas do not.
@@ -183,8 +180,8 @@ def encode_column(array: np.ndarray) -> tuple[str, Buffer]:
     planes = np.ascontiguousarray(np.frombuffer(raw, np.uint8).reshape(-1, array.itemsize).T)
     # runs and skewed bytes are all that there is to gain, and this finds them at 250 MB/s
     deflate = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
-    packed = deflate.compress(planes) + deflate.flush()
-    return (DEFLATE, packed) if len(packed) < len(raw) else (RAW, raw)
+    packed = deflate.compress(planes.data) + deflate.flush()
+    return (DEFLATE, packed) if len(packed) < len(raw) - _WORTH_DEFLATING else (RAW, raw)
 
 
 def decode_column(codec: str, data: Buffer, dtype: str, shape: Sequence[int]) -> np.ndarray:
@@ -203,7 +200,7 @@ def decode_column(codec: str, data: Buffer, dtype: str, shape: Sequence[int]) ->
         if len(data) != expected or not inflate.eof or inflate.unused_data:
             raise FormatError(f"deflate of other than {expected} bytes")
         planes = np.frombuffer(data, np.uint8).reshape(item, -1)
-        octets = np.ascontiguousarray(planes.T).reshape(-1)
+        octets = planes.T.flatten()
     else:
         octets = np.frombuffer(data, np.uint8).copy()
     array = octets.view(DTYPES[dtype]).reshape(shape)

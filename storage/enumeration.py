@@ -159,9 +159,18 @@ class SetCode:
             rows.append([min(value, self.sets) for value in row])
         return np.array(rows, dtype=np.uint64 if self.packing.limbs == 1 else object)
 
+    @property
+    def not_a_set(self) -> str:
+        return f"a row of {self.top_k} ids that are not a set below {self.num_experts}"
+
     def rank(self, ids: np.ndarray) -> np.ndarray:
-        """Ranks [rows] of ids [rows, top_k] in any order, each row distinct and in range."""
+        """Ranks [rows] of ids [rows, top_k] in any order.
+
+        Raises FormatError for an id that is out of range or twice in a row.
+        """
         ids, low = np.sort(ids, axis=-1).astype(np.int64), self.low_bits
+        if (ids[:, 1:] <= ids[:, :-1]).any() or (ids[:, -1] >= self.num_experts).any():
+            raise FormatError(self.not_a_set)
         high = (ids >> low) + (np.arange(self.top_k) if low else 0)
         ranks = self.binomials[np.arange(self.top_k), high].sum(axis=-1)
         for k in reversed(range(self.top_k if low else 0)):

@@ -75,7 +75,9 @@ class ExpertsLayout:
         """Bytes of the whole column."""
         return self._exception_ends[-1]
 
-    def encode(self, ids: np.ndarray, exceptions: Sequence[tuple[np.ndarray, np.ndarray]]) -> bytes:
+    def encode(
+        self, ids: np.ndarray, exceptions: Sequence[tuple[np.ndarray, np.ndarray]]
+    ) -> Buffer:
         """The bytes of the column.
 
         ids [stored, MoE layers, top_k]; exceptions: per MoE layer, the shared rows that differ
@@ -98,7 +100,7 @@ class ExpertsLayout:
                 out[begin : begin + len(bits)] = bits
                 self.codec.encode(cells, self.spec, out[begin + len(bits) : end - _CRC])
                 _seal(out[begin:end])
-        return out.tobytes()
+        return out.data
 
     def read(self, read: Read, layers: Sequence[int], start: int, out: np.ndarray) -> None:
         """Fill out [rows, layers, top_k] with the stored rows from `start` on.
@@ -146,12 +148,12 @@ class ExpertsLayout:
 
 
 def _seal(chunk: np.ndarray) -> None:
-    chunk[-_CRC:] = np.frombuffer(zlib.crc32(chunk[:-_CRC]).to_bytes(_CRC, "little"), np.uint8)
+    chunk[-_CRC:] = np.frombuffer(zlib.crc32(chunk[:-_CRC].data).to_bytes(_CRC, "little"), np.uint8)
 
 
 def _unseal(chunk: Buffer) -> np.ndarray:
     data = np.frombuffer(chunk, np.uint8)
-    found, expected = zlib.crc32(data[:-_CRC]), int.from_bytes(data[-_CRC:].tobytes(), "little")
+    found, expected = zlib.crc32(chunk[:-_CRC]), int.from_bytes(data[-_CRC:].tobytes(), "little")
     if found != expected:
         raise FormatError(f"checksum {found:08x}, expected {expected:08x}")
     return data[:-_CRC]

@@ -147,6 +147,11 @@ class ShardReader:
 
     # --- access
 
+    @property
+    def entries(self) -> np.ndarray:
+        """ENTRY [records]: where each record is, and of which rollout and content."""
+        return self._entries
+
     def __len__(self) -> int:
         return len(self._entries)
 

@@ -188,7 +188,8 @@ def _column(item: dict[str, Any], offset: int, spec: RouterSpec) -> ColumnHeader
         if align not in ALIGNMENTS:
             raise FormatError(f"align is {align!r}, expected one of {ALIGNMENTS}")
         array_size(dtype, shape)
-        crc32, layout, spans = None, None, ()
+        crc32, layout = None, None
+        spans: tuple[Span, ...] = ()
         if name == EXPERTS:
             layout, spans = _experts(item, codec, dtype, shape, spec)
             if size != layout.size:

@@ -49,7 +49,7 @@ class SharedPrefixes:
 
     def __init__(self, codec: ChunkCodec) -> None:
         self._codec = codec
-        # digest of the first i * _BLOCK tokens -> the first trace that began so
+        # digest of the first i * _BLOCK tokens -> the first trace that began so and has the rows
         self._blocks: OrderedDict[bytes, _Stored] = OrderedDict()
 
     def find(self, trace: RoutingTrace, file: Records) -> SharedRows:
@@ -67,7 +67,9 @@ class SharedPrefixes:
         if own > 0:
             spans.append(Span(frame, 0, own))
         stored = _Stored(frame, tuple(spans))
-        for block in _block_digests(trace):
+        # beginnings of which rows are missing here are left to a later trace that has them
+        rows = sum(span.rows for span in spans[:MAX_SPANS])
+        for block in _block_digests(trace)[: (rows + 1) // _BLOCK]:
             self._blocks.setdefault(block, stored)
         while len(self._blocks) > _MAX_BLOCKS:
             self._blocks.popitem(last=False)

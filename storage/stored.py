@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -186,10 +185,13 @@ class StoredRecord:
             if layer not in spec.moe_layers:
                 raise TraceError(f"layer {layer}, expected one of the MoE layers {spec.moe_layers}")
         stop = max(start, stop)
-        rows = max(start, min(stop, n - 1))
-        ids = self.routed_experts([spec.moe_layers.index(x) for x in chosen], start, rows)
-        valid = np.ones(rows - start, bool) if self._valid is None else self._valid[start:rows]
-        tail = stop - rows  # the last token of the rollout has no row
+        # the last token of the rollout has no row
+        first, last = min(start, n - 1), min(stop, n - 1)
+        ids = self.routed_experts([spec.moe_layers.index(x) for x in chosen], first, last)
+        valid = np.ones(last - first, bool)
+        if self._valid is not None:
+            valid[:] = self._valid[first:last]
+        tail = (stop - start) - (last - first)
         return RoutingSlice(
             rollout_id=self.header.rollout_id,
             layers=chosen,
@@ -222,7 +224,7 @@ class StoredRecord:
         if trace.digest != header.digest:
             raise FormatError(
                 f"rollout {header.rollout_id}: its content has digest {trace.digest}, expected "
-                f"{reprlib.repr(header.digest)}"
+                f"{header.digest[:40]!r}"
             )
         return trace
 

@@ -95,6 +95,11 @@ class ShardWriter:
         """Bytes of the file."""
         return self._end
 
+    @property
+    def entries(self) -> np.ndarray:
+        """ENTRY [records]: where each record is, and of which rollout and content."""
+        return np.frombuffer(bytes(self._entries), ENTRY)
+
     def append(self, trace: RoutingTrace) -> int:
         """Store a trace and return its record's number.
 

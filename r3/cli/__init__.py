@@ -1,7 +1,7 @@
-"""The command line: `r3 demo`, `r3 inspect`, `r3 doctor`. The top layer; nothing imports it.
+"""The command line: `r3 demo`, `inspect`, `verify`, `merge`, `doctor`. Nothing imports it.
 
 Exit codes: 0 done, 2 the input is at fault, 1 anything else; an error is one line on stderr.
-`r3 doctor` ends with 1 when capture would not start.
+`r3 doctor` ends with 1 when capture would not start, `r3 verify` when something is lost.
 """
 
 from __future__ import annotations
@@ -80,6 +80,52 @@ def inspect(file: Path, as_json: bool) -> None:
 
 
 @app.command()
+@click.argument("files", type=_PATH, nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
+def verify(files: tuple[Path, ...], as_json: bool) -> None:
+    """Read all of each .r3 FILE and say what is lost. Exit code 1 if anything is."""
+    from dataclasses import asdict
+
+    from r3.storage import verify as verify_file
+
+    found = [verify_file(file) for file in files]
+    if as_json:
+        click.echo(json.dumps([asdict(f) | {"ok": f.ok} for f in found], indent=2))
+    for f in () if as_json else found:
+        click.echo(
+            f"{_plain(f.path)}: {f.records:,} whole records, {f.tokens:,} tokens, "
+            f"{f.file_bytes:,} bytes; {len(f.losses):,} losses"
+            + ("" if f.closed else "; not closed by its writer, or still being written")
+        )
+        for loss in f.losses:
+            click.echo(_plain(f"  bytes {loss.start:,} to {loss.stop:,}: {loss.reason}"))
+    sys.stdout.flush()
+    sys.exit(0 if all(f.ok for f in found) else 1)
+
+
+@app.command()
+@click.argument("out", type=_PATH)
+@click.argument("files", type=_PATH, nargs=-1, required=True)
+@click.option("--salvage", is_flag=True, help="leave out what is damaged, and say so")
+def merge(out: Path, files: tuple[Path, ...], salvage: bool) -> None:
+    """Write the traces of .r3 FILES into one new file OUT; equal ones once.
+
+    Exit code 1 if --salvage had to leave something out.
+    """
+    from r3.storage import merge as merge_files
+
+    merged = merge_files(out, files, salvage=salvage)
+    click.echo(
+        f"{_plain(str(out))}: {merged.records:,} records from {len(files):,} files; "
+        f"{merged.repeats:,} repeats, {len(merged.losses):,} losses"
+    )
+    for path, loss in merged.losses:
+        click.echo(_plain(f"  {path}: bytes {loss.start:,} to {loss.stop:,}: {loss.reason}"))
+    sys.stdout.flush()
+    sys.exit(1 if merged.losses else 0)
+
+
+@app.command()
 @click.argument("model", required=False)
 @click.option(
     "--vllm-arg",
@@ -152,7 +198,10 @@ def main() -> None:
 
 
 def _fail(text: str, code: int) -> None:
-    # one line, and no control codes that a file may have brought
-    line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
-    print(f"r3: {line}", file=sys.stderr)
+    print(f"r3: {_plain(' '.join(text.split()))}", file=sys.stderr)
     sys.exit(code)
+
+
+def _plain(text: str) -> str:
+    # no control codes that a file may have brought
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
