@@ -5,6 +5,8 @@
 #   make test-full  everything (under 80 minutes)
 #   make lint       ruff and mypy
 #   make bench      one script per claim in the README
+#   make fuzz       a million hostile inputs and worse for the storage format (under 40 minutes);
+#                   for less, e.g. FUZZ='--scale 0.1', or FUZZ='kills power --seed 7'
 
 TORCH := torch==2.13.0+cpu
 MEGATRON := megatron-core==0.16.1
@@ -31,7 +33,7 @@ ifneq ($(MADE_IN),$(HERE))
 .PHONY: $(READY)
 endif
 
-.PHONY: demo test test-fast test-full lint bench setup clean
+.PHONY: demo test test-fast test-full lint bench fuzz setup clean
 setup: $(READY)
 
 $(READY): pyproject.toml Makefile
@@ -72,6 +74,9 @@ lint: $(READY)
 
 bench: $(READY)
 	@set -e; for script in benchmarks/*.py; do $(PY) $$script; done
+
+fuzz: $(READY)
+	$(PY) -m tests.fuzz $(FUZZ)
 
 clean:
 	rm -rf $(VENV) r3-demo build dist *.egg-info

@@ -95,12 +95,20 @@ class OrderedEnumCodec:
     def encode(self, ids: np.ndarray, spec: RouterSpec, out: np.ndarray) -> None:
         at, code = self._sets.size(len(ids), spec), OrderCode.of(spec.top_k)
         self._sets.encode(ids, spec, out[:at])
-        out[at:] = np.frombuffer(code.packing.pack(code.rank(ids)), np.uint8)
+        kernels = _kernels(ids.size)
+        if kernels and code.packing.limbs == 1:
+            kernels.encode_order(code, ids, out[at:])
+        else:
+            out[at:] = np.frombuffer(code.packing.pack(code.rank(ids)), np.uint8)
 
     def decode(self, data: np.ndarray, spec: RouterSpec, out: np.ndarray) -> None:
         at, code = self._sets.size(len(out), spec), OrderCode.of(spec.top_k)
         self._sets.decode(data[:at], spec, out)
-        out[:] = code.arrange(out, code.packing.unpack(data[at:], len(out)))
+        kernels = _kernels(out.size)
+        if kernels and code.packing.limbs == 1:
+            kernels.decode_order(code, data[at:], out)
+        else:
+            out[:] = code.arrange(out, code.packing.unpack(data[at:], len(out)))
 
 
 CODECS: dict[str, ChunkCodec] = {codec.name: codec for codec in (EnumCodec(), OrderedEnumCodec())}

@@ -98,6 +98,9 @@ class Packing:
             self._digits(from_bits(stream[at : at + last], 1), rest),
         ]
         ranks = np.concatenate([d.reshape(-1) for d in digits])
+        over = ranks > np.uint64(self.base - 1)  # what follows would not fit
+        if over.any():
+            raise FormatError(no_such_rank(int(over.argmax())))
         if self.limbs > 1:
             ranks = ranks.astype(object)
         for i in reversed(range(self.planes)):

@@ -21,7 +21,7 @@ from r3.storage.codec import CHUNK_ROWS, Buffer, ChunkCodec
 from r3.storage.enumeration import from_bits, to_bits
 from r3.storage.header import Read
 
-MAX_SPANS = 64
+MAX_SPANS = 256
 _CRC = 4  # bytes behind each chunk
 
 

@@ -221,41 +221,69 @@ def scan(header: FileHeader, read: Read, find_next: Find, start: int, size: int)
     """Go through frames from `start` on, and behind damage from the next frame that is whole.
 
     `find_next(marker, start, end)`: the first place of a marker. Records' contents are not read.
+    Takes time in proportion to the bytes gone through, whatever is in them.
     """
     result, at = Scan(end=start), start
+    places = dict.fromkeys((RECORD, INDEX), -1)
     while at < size:
+        why = None
         try:
-            at = result.end = _step(header, read, at, size, result.records)
+            marker, end = _frame(header, read, at, size)
         except FormatError as e:
-            resumed = _resync(header, read, find_next, at + 1, size)
-            result.gaps.append((at, resumed, str(e)))
-            at = resumed
+            why, end = str(e), _resync(header, read, find_next, at + 1, size, places)
+        else:
+            if marker == RECORD:
+                result.records.append((at, end - at - FRAME.size))
+            else:
+                why = _index_error(header, read, at, end)
+        if why is None:
+            result.end = end
+        elif result.gaps and result.gaps[-1][1] == at:
+            first, _, before = result.gaps.pop()
+            result.gaps.append((first, end, before))
+        else:
+            result.gaps.append((at, end, why))
+        at = end
     return result
 
 
-def _step(
-    header: FileHeader, read: Read, at: int, size: int, records: list[tuple[int, int]]
-) -> int:
+def _frame(header: FileHeader, read: Read, at: int, size: int) -> tuple[bytes, int]:
+    """Marker and end of the record or index whose frame is at `at`; FormatError if there is none
+    that ends in the file."""
     if size - at < FRAME.size:
         raise FormatError(f"cut short: {size - at} bytes, expected at least {FRAME.size}")
     marker, length = header.parse_frame(bytes(read(at, FRAME.size)), at)
     if length > size - at - FRAME.size:
         raise FormatError(f"cut short: {size - at - FRAME.size} bytes, expected {length}")
-    if marker == INDEX:
-        return read_index(header, read, at, size).end
-    records.append((at, length))
-    return at + FRAME.size + length
+    return marker, at + FRAME.size + length
 
 
-def _resync(header: FileHeader, read: Read, find_next: Find, at: int, size: int) -> int:
-    """Where the next whole record or index begins; `size` if there is none."""
+def _index_error(header: FileHeader, read: Read, at: int, end: int) -> str | None:
+    try:
+        read_index(header, read, at, end)
+    except FormatError as e:
+        return str(e)
+    return None
+
+
+def _resync(
+    header: FileHeader, read: Read, find_next: Find, at: int, size: int, places: dict[bytes, int]
+) -> int:
+    """Where the next whole frame is; `size` if there is none.
+
+    places: where each marker was found next, `size` if nowhere; kept from call to call, so that
+    nothing is searched twice.
+    """
     while True:
-        places = [p for m in (RECORD, INDEX) if (p := find_next(m, at, size)) >= 0]
-        if not places:
+        for marker, place in places.items():
+            if place < at:
+                found = find_next(marker, at, size)
+                places[marker] = found if found >= 0 else size
+        at = min(places.values())
+        if at == size:
             return size
-        at = min(places)
         try:
-            _step(header, read, at, size, [])
+            _frame(header, read, at, size)
             return at
         except FormatError:
             at += 1

@@ -14,8 +14,9 @@ import numba
 import numpy as np
 
 from r3.errors import FormatError
-from r3.storage.enumeration import Packing, SetCode, no_such_rank
-from r3.storage.loops import MANTISSA, PADDING, SHIFT, ZERO_KEY, decode, encode, jit
+from r3.storage import loops
+from r3.storage.enumeration import OrderCode, Packing, SetCode, no_such_rank
+from r3.storage.loops import MANTISSA, SHIFT, ZERO_KEY
 
 _U = np.uint64
 _LITTLE = sys.byteorder == "little"
@@ -81,10 +82,11 @@ def encode_sets(code: SetCode, ids: np.ndarray, out: np.ndarray) -> None:
 
     Raises FormatError for an id that is out of range or twice in a row.
     """
+    _check_size(out, code.packing, len(ids))
     t = tables(code)
     sizes = (code.num_experts, code.low_bits, *_packing(code.packing, len(ids)))
-    kernel = _compiled(encode, ids.dtype)
-    state = kernel(ids, _as_words(ids), t.binomials, t.need, t.swaps, *sizes, out)
+    encode = _compiled(loops.encode, ids.dtype)
+    state = encode(ids, _as_words(ids), t.binomials, t.need, t.swaps, *sizes, out)
     if state:
         raise FormatError(code.not_a_set)
 
@@ -94,13 +96,42 @@ def decode_sets(code: SetCode, data: np.ndarray, out: np.ndarray) -> None:
 
     Raises FormatError for bytes that encode_sets never writes.
     """
+    _check_size(data, code.packing, len(out))
     t, limit, limbs = tables(code), code.packing.limit - 1, code.packing.limbs
     highest = np.array([limit >> 64 * i & (1 << 64) - 1 for i in range(limbs)], _U)
     sizes = (code.num_experts, code.low_bits, *_packing(code.packing, len(out)))
     look_up = (t.binomials, t.need, t.guess, t.steps, t.pairs, highest)
-    state = _compiled(decode, out.dtype)(data, *look_up, *sizes, out, _as_words(out))
-    if state == PADDING:
-        raise FormatError(f"padding behind row {len(out) - 1} is not zero")
+    decode = _compiled(loops.decode, out.dtype)
+    _check(decode(data, *look_up, *sizes, out, _as_words(out)), len(out))
+
+
+def encode_order(code: OrderCode, ids: np.ndarray, out: np.ndarray) -> None:
+    """Write the orders of ids, uint8 or uint16 [rows, top_k], to out, uint8 [size(rows)]; to 20
+    ids."""
+    _check_size(out, code.packing, len(ids))
+    _compiled(loops.encode_order, ids.dtype)(ids, *_packing(code.packing, len(ids)), out)
+
+
+def decode_order(code: OrderCode, data: np.ndarray, ids: np.ndarray) -> None:
+    """Bring ascending ids [rows, top_k] into the orders in data, uint8 [size(rows)]; to 20 ids.
+
+    Raises FormatError for bytes that encode_order never writes.
+    """
+    _check_size(data, code.packing, len(ids))
+    sizes = (_U(code.packing.limit - 1), *_packing(code.packing, len(ids)))
+    _check(_compiled(loops.decode_order, ids.dtype)(data, *sizes, ids), len(ids))
+
+
+def _check_size(data: np.ndarray, packing: Packing, rows: int) -> None:
+    # the loops do not look
+    if len(data) != packing.size(rows):
+        raise FormatError(f"{len(data)} bytes, expected {packing.size(rows)} for {rows} rows")
+
+
+def _check(state: int, rows: int) -> None:
+    """Raise FormatError for what a decoder returned, unless all is well."""
+    if state == loops.PADDING:
+        raise FormatError(f"padding behind row {rows - 1} is not zero")
     if state:
         raise FormatError(no_such_rank(state - 1))
 
@@ -123,18 +154,21 @@ def _as_words(ids: np.ndarray) -> np.ndarray:
 def _compiled(kernel: Any, dtype: np.dtype) -> Any:
     """The kernel for ids of that dtype: one form for arrays of any strides, read-only or not, so
     that each is compiled once."""
-    u, i = numba.uint64, numba.int64
-    id_type = numba.from_dtype(dtype)
-    codes = numba.types.Array(numba.uint8, 1, "C", readonly=kernel is not encode)
-    ids = numba.types.Array(id_type, 2, "A", readonly=kernel is encode)
-    words = numba.types.Array(u, 2, "A", readonly=kernel is encode)
-    sizes = (i, i, i, u, i, i, i)
+    u, i, array = numba.uint64, numba.int64, numba.types.Array
+    encodes = kernel in (loops.encode, loops.encode_order)
+    codes = array(numba.uint8, 1, "C", readonly=not encodes)
+    ids = array(numba.from_dtype(dtype), 2, "A", readonly=encodes)
+    words = array(u, 2, "A", readonly=encodes)
+    packing = (i, u, i, i, i)
     table, need, guess = u[:, :, ::1], i[::1], numba.int32[:, ::1]
+    look_up = (table, need, guess, i[::1], numba.uint16[::1], u[::1])
     signatures = {
-        encode: (ids, words, table, need, numba.intp[:, ::1], *sizes, codes),
-        decode: (codes, table, need, guess, i[::1], numba.uint16[::1], u[::1], *sizes, ids, words),
+        loops.encode: (ids, words, table, need, numba.intp[:, ::1], i, i, *packing, codes),
+        loops.decode: (codes, *look_up, i, i, *packing, ids, words),
+        loops.encode_order: (ids, *packing, codes),
+        loops.decode_order: (codes, u, *packing, ids),
     }
-    return jit(kernel, i(*signatures[kernel]))
+    return loops.jit(kernel, i(*signatures[kernel]))
 
 
 def keys(values: np.ndarray) -> np.ndarray:

@@ -470,3 +470,48 @@ def _join_low_bits(ids, lows, low, num_experts, m):
                 return j
             ids[k, j] = above = s
     return -1
+
+
+def encode_order(ids, planes, base, group, bits, last_bits, out):
+    """The orders of rows of ids, as OrderCode.rank and Packing.pack have them, for 64 bits."""
+    rows, top_k = ids.shape
+    digits = np.empty(rows, np.uint64)
+    for j in range(rows):
+        rank = _U(0)
+        for i in range(top_k):
+            smaller = 0
+            for k in range(i + 1, top_k):
+                smaller += ids[j, k] < ids[j, i]
+            rank = rank * _U(top_k - i) + _U(smaller)
+        for b in range(planes):
+            out[b * rows + j] = np.uint8((rank >> _U(8 * b)) & _U(255))
+        digits[j] = rank >> _U(8 * planes)
+    _put_words(digits, base, group, bits, last_bits, out[planes * rows :])
+    return 0
+
+
+def decode_order(data, limit, planes, base, group, bits, last_bits, ids):
+    """Bring ascending ids into the orders in data; inverse of encode_order."""
+    rows, top_k = ids.shape
+    digits = np.empty(rows, np.uint64)
+    state = _get_words(data[planes * rows :], base, group, bits, last_bits, digits)
+    if state:
+        return state
+    left, smaller = np.empty(top_k, np.int64), np.empty(top_k, np.int64)
+    for j in range(rows):
+        rank = digits[j]
+        for b in range(planes - 1, -1, -1):
+            rank = (rank << _U(8)) | _U(data[b * rows + j])
+        if rank > limit:
+            return j + 1
+        for i in range(top_k - 1, -1, -1):
+            above = rank // _U(top_k - i)
+            smaller[i] = np.int64(rank - above * _U(top_k - i))
+            rank = above
+        for i in range(top_k):
+            left[i] = ids[j, i]
+        for i in range(top_k):
+            ids[j, i] = left[smaller[i]]
+            for k in range(smaller[i], top_k - i - 1):
+                left[k] = left[k + 1]
+    return 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, overload
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from r3.storage.stored import RoutingSlice, StoredRecord
 from r3.trace import RoutingTrace
 
 T = TypeVar("T")
-_RECENT = 64  # records whose headers are kept
+_RECENT = 512  # records whose headers are kept; more than one record can share rows of
 
 
 def open_file(path: str | os.PathLike[str], mode: str) -> FileIO:
@@ -79,7 +79,7 @@ class ShardReader:
         self._recent: OrderedDict[int, StoredRecord] = OrderedDict()
         self._mutex = threading.Lock()
         self._entries = np.empty(0, ENTRY)
-        self._order: np.ndarray | None = None
+        self._by_key: tuple[np.ndarray, np.ndarray] | None = None  # keys ascending, their records
         try:
             self._open()
         except BaseException:
@@ -128,12 +128,15 @@ class ShardReader:
                     header = StoredRecord(self, frame, frame + FRAME.size, size).header
                     entries.append(make_entry(frame, str(header.rollout_id), header.digest))
                 except FormatError as e:
-                    raise FormatError(f"record {i} at byte {frame}: {e}") from None
+                    raise FormatError(
+                        f"record {i} at byte {frame}: {e}; a ShardWriter that opens the file drops "
+                        "what was not yet on the disk when its writer died"
+                    ) from None
         except FormatError as e:
             raise FormatError(f"{self.path}: {e}") from None
         if entries:
             self._entries = np.concatenate([self._entries, np.frombuffer(b"".join(entries), ENTRY)])
-            self._order = None
+            self._by_key = None
         self._end = found.end
         self.torn = None
         if found.gaps:
@@ -155,7 +158,15 @@ class ShardReader:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __getitem__(self, index: int) -> RoutingTrace:
+    @overload
+    def __getitem__(self, index: int) -> RoutingTrace: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[RoutingTrace]: ...
+
+    def __getitem__(self, index: int | slice) -> RoutingTrace | list[RoutingTrace]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
         return self._of(self._locate(index), StoredRecord.trace)
 
     def __iter__(self) -> Iterator[RoutingTrace]:
@@ -167,15 +178,15 @@ class ShardReader:
 
     def find(self, rollout_id: RolloutId | str) -> int:
         """The number of the record of that rollout; KeyError if there is none."""
-        key = np.frombuffer(rollout_key(str(rollout_id)), "<u8")
-        keys = np.ascontiguousarray(self._entries["key"]).view("<u8").reshape(-1, 2)
-        if self._order is None:
-            self._order = np.argsort(keys[:, 0], kind="stable")
-        low, high = (
-            int(np.searchsorted(keys[:, 0], key[0], side, sorter=self._order))
-            for side in ("left", "right")
-        )
-        found = [int(i) for i in self._order[low:high] if keys[i, 1] == key[1]]
+        if self._by_key is None:
+            keys = np.ascontiguousarray(self._entries["key"]).view("<u8").reshape(-1, 2)[:, 0]
+            order = np.argsort(keys, kind="stable")
+            self._by_key = keys[order], order
+        keys, order = self._by_key
+        key = rollout_key(str(rollout_id))
+        first = np.frombuffer(key, "<u8")[0]
+        low, high = (int(np.searchsorted(keys, first, side)) for side in ("left", "right"))
+        found = [int(i) for i in order[low:high] if self._entries[i]["key"].tobytes() == key]
         if not found:
             raise KeyError(f"{self.path} has no rollout {rollout_id}")
         if len(found) > 1:

@@ -183,8 +183,10 @@ class ShardWriter:
         return data
 
     def record_at(self, frame: int) -> StoredRecord:
-        """The record whose frame is at that byte."""
-        _, size = self._header.parse_frame(bytes(self.read(frame, FRAME.size)), frame)
+        """The record whose frame is at that byte. Raises FormatError if there is none."""
+        marker, size = self._header.parse_frame(bytes(self.read(frame, FRAME.size)), frame)
+        if marker != RECORD or size > self._end - frame - FRAME.size:
+            raise FormatError(f"{size} bytes of {marker!r}, expected a whole record")
         return StoredRecord(self, frame, frame + FRAME.size, size)
 
     # --- indexes
@@ -235,9 +237,10 @@ class ShardWriter:
         for i, key in enumerate(np.frombuffer(self._entries, ENTRY)["key"].tolist()):
             self._by_key.setdefault(key, i)
         if found.lost:
+            more = f"; and {len(found.lost) - 5} more" if len(found.lost) > 5 else ""
             warnings.warn(
                 f"{self.path}: {size - found.end} bytes cut off from byte {found.end} on; "
-                f"{len(self)} whole records are there; lost: {'; '.join(found.lost)}",
+                f"{len(self)} whole records are there; lost: {'; '.join(found.lost[:5])}{more}",
                 TornShardWarning,
                 stacklevel=4,
             )

@@ -60,6 +60,29 @@ def make_trace(
     return RoutingTrace.build(**(values | changes))
 
 
+def change_cells(rng: np.random.Generator, ids: np.ndarray, spec: RouterSpec, part: float):
+    """A copy of ids in which that part of the cells holds other experts."""
+    cells = rng.random(ids.shape[:2]) < part
+    return np.where(cells[..., None], random_ids(rng, spec, len(ids)), ids)
+
+
+def continued(
+    base: RoutingTrace, rows: int, n: int, seed: int, differ: float = 0.0, **changes: object
+) -> RoutingTrace:
+    """A trace of n tokens whose first `rows` rows and tokens are those of base."""
+    rng = np.random.default_rng([seed, 7])
+    spec, rows = base.spec, min(rows, base.num_rows, n - 1)
+    tokens = rng.integers(0, 999, n)
+    tokens[: rows + 1] = base.token_ids[: rows + 1]
+    if rows < base.num_rows and rows + 1 < n:
+        tokens[rows + 1] = base.token_ids[rows + 1] + 1
+    ids = random_ids(rng, spec, n - 1)
+    there = np.flatnonzero(base.valid[:rows])
+    ids[there] = change_cells(rng, base.routed_experts[there], spec, differ)
+    values = {"token_ids": tokens, "routed_experts": ids}
+    return make_trace(spec, n, seed, **(values | changes))
+
+
 def full_trace(spec: RouterSpec = SPEC, n: int = 40, seed: int = 0, **changes: Any) -> RoutingTrace:
     """A trace with every column that is known, two that are not, and provenance."""
     rng = np.random.default_rng([seed, 1])

@@ -69,7 +69,7 @@ def test_inspect_refuses_what_is_not_a_shard(shard, tmp_path):
     flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
     for name, content in {
         "empty.r3": b"",
-        "truncated.r3": data[:-7],
+        "truncated.r3": data[:70],
         "corrupt.r3": flipped,
         "foreign.r3": b"PK\x03\x04" + bytes(500),
         "text.r3": b"hello\n",
@@ -79,6 +79,15 @@ def test_inspect_refuses_what_is_not_a_shard(shard, tmp_path):
     assert_one_line_and_exit_2(r3_command("inspect", tmp_path / "absent.r3"), "absent.r3")
     assert_one_line_and_exit_2(r3_command("inspect", tmp_path), str(tmp_path))
     assert_one_line_and_exit_2(r3_command("inspect"), "FILE")
+
+
+def test_inspect_reads_what_is_whole(shard, tmp_path):
+    torn = tmp_path / "torn.r3"
+    torn.write_bytes(shard.read_bytes()[:-7])
+    done = r3_command("inspect", torn, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["traces"] == 3
+    assert "3 whole records precede" in done.stderr
 
 
 def test_demo_refuses_models_it_cannot_run(tmp_path):

@@ -17,6 +17,7 @@ import r3
 from r3 import Column, Provenance, RolloutId, RouterSpec, RoutingTrace
 from r3.cli.inspect import render, summarize
 from r3.storage import ShardWriter
+from r3.storage.codec import CODECS
 
 SPEC = RouterSpec(num_experts=64, top_k=4, moe_layers=(1, 2, 4), num_layers=5)
 
@@ -69,11 +70,13 @@ def test_counts(tmp_path):
     assert (s["prompt_tokens"], s["response_tokens"]) == (14, 22)
     assert (s["moe_layers"], s["num_layers"], s["num_experts"], s["top_k"]) == (3, 5, 64, 4)
     assert s["bytes_per_token_per_layer"] == path.stat().st_size / (36 * 3)
-    assert s["experts_bits_per_cell"] == 32
+    # three layers of 9, 11 and 11 captured rows, each chunk with its checksum
+    size = 3 * sum(CODECS["enum"].size(rows, SPEC) + 4 for rows in (9, 11, 11))
+    assert s["experts_bits_per_cell"] == 8 * size / 99
     assert s["bound_bits_per_cell"] == math.log2(math.comb(64, 4))
-    assert s["codecs"] == ["plain"]
+    assert s["codecs"] == ["enum"]
     assert s["columns"]["valid"] == {"kind": "row bool", "codecs": {"raw": 1}, "bytes": 11}
-    assert s["columns"]["routed_experts"]["bytes"] == 33 * 12
+    assert s["columns"]["routed_experts"]["bytes"] == size
     assert s["suspicious"] == {}
     assert s["provenance"]["engine"]["values"] == [{"value": "vllm", "traces": 3}]
     assert s["provenance"]["sampling.temperature"] == {
@@ -81,7 +84,7 @@ def test_counts(tmp_path):
         "values": [{"value": 1.0, "traces": 2}, {"value": 0.7, "traces": 1}],
     }
     text = shown(s)
-    for word in ("36 = 14 prompt + 22 response", "33, 2 missing", "top 4 of 64", "plain", "vllm"):
+    for word in ("36 = 14 prompt + 22 response", "33, 2 missing", "top 4 of 64", "enum", "vllm"):
         assert word in text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -10,44 +9,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from r3 import Column, FormatError, RouterSpec, RoutingTrace
+from r3 import Column, RouterSpec, RoutingTrace
 from r3.storage import ShardReader, ShardWriter
 from storage_tools import (
     SPEC,
     assert_same,
     assert_slice,
+    continued,
     expected_slice,
     make_trace,
-    random_ids,
     read_all,
-    split_file,
     write,
 )
 
 LARGE = RouterSpec(128, 8, tuple(range(48)), 48)
-
-
-def change_cells(rng: np.random.Generator, ids: np.ndarray, spec: RouterSpec, part: float):
-    """A copy of ids in which that part of the cells holds other experts."""
-    cells = rng.random(ids.shape[:2]) < part
-    return np.where(cells[..., None], random_ids(rng, spec, len(ids)), ids)
-
-
-def continued(
-    base: RoutingTrace, rows: int, n: int, seed: int, differ: float = 0.0, **changes: object
-) -> RoutingTrace:
-    """A trace of n tokens whose first `rows` rows and tokens are those of base."""
-    rng = np.random.default_rng([seed, 7])
-    spec, rows = base.spec, min(rows, base.num_rows, n - 1)
-    tokens = rng.integers(0, 999, n)
-    tokens[: rows + 1] = base.token_ids[: rows + 1]
-    if rows < base.num_rows and rows + 1 < n:
-        tokens[rows + 1] = base.token_ids[rows + 1] + 1
-    ids = random_ids(rng, spec, n - 1)
-    there = np.flatnonzero(base.valid[:rows])
-    ids[there] = change_cells(rng, base.routed_experts[there], spec, differ)
-    values = {"token_ids": tokens, "routed_experts": ids}
-    return make_trace(spec, n, seed, **(values | changes))
 
 
 def shared_rows(path: Path) -> list[int]:
@@ -199,17 +174,17 @@ def test_masks(keep_order, tmp_path):
                     assert_slice(found, expected_slice(trace, SPEC.moe_layers, tokens, keep_order))
 
 
-def test_more_turns_than_a_record_can_name(tmp_path):
+def test_more_turns_than_a_record_can_name(tmp_path, monkeypatch):
+    monkeypatch.setattr("r3.storage.sharing.MAX_SPANS", 8)  # less than there are, to be quick
     traces = [make_trace(n=64, seed=100)]
-    for i in range(80):
+    for i in range(12):
         last = traces[-1]
         traces.append(continued(last, last.num_rows, last.num_tokens + 64, i))
     path = write(tmp_path / "a.r3", traces)
     with ShardReader(path) as reader:
-        spans = [len(reader.header(i).column("routed_experts").spans) for i in range(81)]
-    assert spans[:65] == list(range(65))
-    assert max(spans) == 64
-    assert shared_rows(path)[-1] >= 64 * 63
+        spans = [len(reader.header(i).column("routed_experts").spans) for i in range(13)]
+    assert spans == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 8]
+    assert shared_rows(path)[-1] >= 8 * 64 - 1
     assert_all(path, traces)
 
 
@@ -234,7 +209,7 @@ def families(draw: st.DrawFn) -> tuple[list[RoutingTrace], bool]:
 @given(families(), st.data())
 @settings(
     deadline=None,
-    max_examples=100,
+    max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_families(tmp_path, family, data):
@@ -270,36 +245,3 @@ def test_rows_of_two_codecs_do_not_mix(tmp_path):
     for i in range(4):
         assert_same(found[i], traces[i], keep_order=i >= 2)
     assert shared_rows(path) == [0, 399, 0, 399]
-
-
-# --- damage
-
-
-def test_damage_is_named_by_all_who_share_it(tmp_path):
-    base = make_trace(n=400, seed=100)
-    traces = [base, continued(base, 399, 450, 1), make_trace(n=50, seed=2)]
-    traces += [continued(traces[1], 449, 500, 3, 0.02), continued(base, 399, 400, 4)]
-    data = write(tmp_path / "a.r3", traces).read_bytes()
-    frames = [at for at, _, _ in split_file(data)[1]]
-    with ShardReader(tmp_path / "a.r3") as reader:
-        header = reader.header(0).column("routed_experts")
-    chunk = frames[0] + 16 + header.offset
-    for place in (chunk + 5, chunk + header.size - 1, frames[0] + 13, frames[0] + 30):
-        damaged = bytearray(data)
-        damaged[place] ^= 4
-        path = tmp_path / "b.r3"
-        path.write_bytes(damaged)
-        with ShardReader(path) as reader:
-            assert_same(reader[2], traces[2])
-            for i in (0, 1, 3, 4):
-                with pytest.raises(FormatError) as caught:
-                    reader[i]
-                words = str(caught.value)
-                assert f"{path}: record {i} at byte {frames[i]}" in words
-                if i:
-                    assert f"rollout {traces[i].rollout_id}: column 'routed_experts'" in words
-            part = reader.slice(1, tokens=slice(399, 450))  # its own rows
-            assert_slice(part, expected_slice(traces[1], SPEC.moe_layers, slice(399, 450)))
-        with ShardWriter(path, SPEC) as writer, warnings.catch_warnings():
-            warnings.simplefilter("error")
-            writer.append(continued(base, 399, 420, 9))

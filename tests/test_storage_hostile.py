@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from r3 import Column, FormatError, RoutingTrace
 from r3.storage import ShardReader, ShardWriter
+from r3.storage.experts import MAX_SPANS
 from storage_tools import (
     MAGIC,
     SALT,
@@ -31,8 +32,11 @@ from storage_tools import (
 )
 
 ONE_FILE = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None
 )
+
+
+MANY = MAX_SPANS + 1
 
 
 def header_and_payload(trace: RoutingTrace) -> tuple[dict[str, Any], bytes]:
@@ -82,7 +86,10 @@ def mutations() -> dict[str, tuple[Any, str]]:
             "1 spans with 1 rows and 8 stored",
         ),
         "huge span": (column(1, spans=[[0, 0, 2**62]] * 9, exceptions=[]), "spans with"),
-        "many spans": (column(1, stored=0, spans=[[0, 0, 1]] * 65, exceptions=[]), "65 spans"),
+        "many spans": (
+            column(1, shape=[MANY, 3, 4], stored=0, spans=[[0, 0, 1]] * MANY, exceptions=[]),
+            f"{MANY} spans",
+        ),
         "negative shape": (column(0, shape=[-9]), "shape is [-9]"),
         "huge product": (column(0, shape=[2**40] * 8), "larger than any file"),
         "huge nothing": (column(0, shape=[0, 2**62, 2**62]), "larger than any file"),

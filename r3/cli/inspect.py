@@ -33,8 +33,9 @@ def summarize(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     bytes_per_token_per_layer: file bytes / (tokens * MoE layers). bound_bits_per_cell:
     log2 C(num_experts, top_k), what one row of one layer needs if all expert sets are equally
-    likely; experts_bits_per_cell: what routed_experts takes. expert_load: per layer, how many
-    captured rows chose each expert; max_vio = largest / mean load - 1 (Wang et al. 2024,
+    likely; experts_bits_per_cell: what routed_experts takes; shared_rows are stored with an
+    earlier trace. expert_load: per layer, how many captured rows chose each expert;
+    max_vio = largest / mean load - 1 (Wang et al. 2024,
     arXiv 2408.15664). suspicious: findings by kind, with the first of each kind in
     suspicious_first. weight_versions: traces that have them, traces that mix several, and the
     lowest and highest version of all. Shares of nothing are None. Raises FormatError.
@@ -56,6 +57,7 @@ def summarize(path: str | os.PathLike[str]) -> dict[str, Any]:
                 column = columns.setdefault(c.name, {"kind": kind, "codecs": {}, "bytes": 0})
                 column["codecs"][c.codec] = column["codecs"].get(c.codec, 0) + 1
                 column["bytes"] += c.size
+                counts["shared_rows"] += c.layout.shared if c.layout else 0
             _count_provenance(provenance, header.provenance)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SuspiciousRoutingWarning)
@@ -83,6 +85,7 @@ def summarize(path: str | os.PathLike[str]) -> dict[str, Any]:
         "response_tokens": counts["tokens"] - counts["prompt_tokens"],
         "rows": counts["rows"],
         "missing_rows": counts["missing_rows"],
+        "shared_rows": counts["shared_rows"],
         "moe_layers": layers,
         "num_layers": spec.num_layers,
         "num_experts": spec.num_experts,
@@ -125,7 +128,8 @@ def render(summary: dict[str, Any], console: Console) -> None:
         "tokens",
         f"{s['tokens']:,} = {s['prompt_tokens']:,} prompt + {s['response_tokens']:,} response",
     )
-    table.add_row("rows", f"{s['rows']:,}, {_alert(s['missing_rows'])} missing")
+    shared = f", {s['shared_rows']:,} stored with an earlier trace" if s["shared_rows"] else ""
+    table.add_row("rows", f"{s['rows']:,}, {_alert(s['missing_rows'])} missing{shared}")
     table.add_row(
         "routers",
         f"{s['moe_layers']} MoE layers of {s['num_layers']}, "

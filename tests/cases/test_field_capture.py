@@ -203,7 +203,7 @@ def test_47_rows_computed_again_after_a_retract(tmp_path):
         with pytest.raises(r3.TraceError, match="case/0/0/0/0"):
             writer.append(second)
     with ShardReader(tmp_path / "a.r3") as reader:
-        assert (reader[0].routed_experts[:6] == first).all()
+        assert (reader[0].routed_experts[:6] == np.sort(first, axis=-1)).all()
         assert reader[0].weight_versions.tolist() == [1] * 6 + [2] * 5
 
 
@@ -236,13 +236,13 @@ def test_59_and_60_width_of_ids(experts, width, tmp_path):
     ids[:, :, 0] = experts - 1
     ids[:, :, 1] = np.arange(44).reshape(11, 4)
     path = tmp_path / "a.r3"
-    with ShardWriter(path, spec) as writer:
+    with ShardWriter(path, spec, keep_order=True) as writer:
         writer.append(build(ids.astype(np.int32), 12, spec))
     with ShardReader(path) as reader:
         assert reader[0].routed_experts.dtype.itemsize == width
         assert (reader[0].routed_experts == ids).all()
-        (column,) = [c for c in reader.header(0).columns if c.name == "routed_experts"]
-        assert column.size == ids.size * width
+        assert reader.slice(0).routed_experts.dtype.itemsize == width
+        assert reader.header(0).column("routed_experts").dtype == f"u{width}"
 
 
 def test_85_negative_rows(tmp_path):

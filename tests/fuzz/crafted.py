@@ -19,10 +19,9 @@ import msgpack
 import numpy as np
 
 from r3 import FormatError, RoutingTrace, SpecError, TornShardWarning, TraceError
-from r3.storage import ShardReader, ShardWriter
+from r3.storage import ShardReader, ShardWriter, verify
 from r3.storage.enumeration import SetCode
 from r3.storage.frames import (
-    FRAME,
     INDEX,
     MAGIC,
     RECORD,
@@ -64,7 +63,7 @@ def run_indexes(seed: int, inputs: range) -> Report:
 def run_files(seed: int, inputs: range) -> Report:
     bases()
     limit_memory()
-    with mock.patch.object(os, "fsync", lambda file: None):
+    with mock.patch.object(os, "fsync"):
         return run_inputs(seed, inputs, check_file)
 
 
@@ -151,7 +150,7 @@ def check_trace(record: StoredRecord, trace: RoutingTrace, rng: random.Random) -
     again = RoutingTrace(trace.spec, trace.prompt_len, trace.columns, trace.rollout_id)
     expect(again.digest == trace.digest, "another digest when made again")
     if rng.random() < 0.2:
-        start, stop = sorted((rng.randrange(trace.num_tokens + 2) for _ in range(2)))
+        start, stop = sorted(rng.randrange(trace.num_tokens + 2) for _ in range(2))
         layers = rng.sample(trace.spec.moe_layers, rng.randint(1, len(trace.spec.moe_layers)))
         part = record.slice(layers, slice(start, stop))
         rows = slice(part.start, min(part.start + len(part.valid), trace.num_rows))
@@ -191,7 +190,9 @@ def check_header(rng: random.Random) -> str:
         data = data[: header.end]
         data += header.frame(RECORD, header.end, len(body)) + body
         with contextlib.suppress(FormatError):
-            check_trace(record := MemoryFile(header, data).record_at(header.end), record.trace(), rng)
+            check_trace(
+                record := MemoryFile(header, data).record_at(header.end), record.trace(), rng
+            )
     return "accepted"
 
 
@@ -259,7 +260,10 @@ def check_file(rng: random.Random) -> str:
     if measured:
         tracemalloc.start()
     try:
-        words = [_read_file(base), _write_file(base, rng)]
+        words = [_read_file(base)]
+        with contextlib.suppress(FormatError):
+            verify(path)
+        words.append(_write_file(base, rng))
     finally:
         if measured:
             peak = tracemalloc.get_traced_memory()[1]
@@ -310,5 +314,3 @@ def _write_file(base: Base, rng: random.Random) -> str:
 @cache
 def _new_trace(shard: Shard) -> RoutingTrace:
     return make_trace(shard.spec, 999_999, 20)
-
-

@@ -1,15 +1,18 @@
 """Damage to whole shards: single bits, and stretches changed, zeroed, moved, put in or taken out.
 
 All of it has to be noticed, by FormatError or by TornShardWarning. Two kinds of damage leave a
-file that is as good as before: to an index that a later one has replaced, and the loss of a tail
-that ends where a record or an index ends; then the content must be what it was, or its beginning.
+file that is as good as before: to an index that a later one has replaced, which `verify` notices,
+and the loss of a tail that ends where a record or an index ends. Then the content must be what it
+was, or its beginning.
 """
 
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from r3 import FormatError, TornShardWarning
+from r3.storage import verify
 
 from .campaign import Report, run_inputs, scratch
 from .traces import Shard, all_shards, expect, read_all
@@ -53,8 +56,8 @@ def check_bytes(rng: random.Random) -> str:
         case 5:
             del data[at : at + size]
         case 6:  # a whole record or index put in the place of another, or put in twice
-            begin, end = rng.choice(list(zip(shard.ends, shard.ends[1:], strict=False)))
-            start, stop = rng.choice(list(zip(shard.ends, shard.ends[1:], strict=False)))
+            begin, end = rng.choice(list(pairwise(shard.ends)))
+            start, stop = rng.choice(list(pairwise(shard.ends)))
             data[start : rng.choice([start, stop])] = shard.data[begin:end]
     return _read(shard, bytes(data))
 
@@ -79,13 +82,14 @@ def _read(shard: Shard, data: bytes) -> str:
         f"not noticed: {len(data)} bytes for {len(shard.data)}, first other byte at {changed[:1]}",
     )
     expect(found == shard.content, "other content")
+    expect(not verify(path).ok, "not noticed by `verify` either")
     return "in-replaced-index"
 
 
 def replaced(shard: Shard) -> set[int]:
     """The bytes of indexes that are part of no chain any more: all but the last, where all records
     fit one."""
-    indexes = [(a, b) for a, b in zip(shard.ends, shard.ends[1:], strict=False)]
+    indexes = [(a, b) for a, b in pairwise(shard.ends)]
     indexes = [(a, b) for a, b in indexes if b not in shard.records]
     live = _chain(shard, indexes)
     return {i for a, b in indexes if a not in live for i in range(a, b)}

@@ -10,6 +10,7 @@ import random
 import struct
 import zlib
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import msgpack
@@ -210,7 +211,7 @@ def seal_experts(layout: ExpertsLayout, payload: bytes) -> bytes:
             bounds.append((at, at + layout.codec.size(rows, layout.spec) + 4))
             at = bounds[-1][1]
     ends = layout._exception_ends
-    bounds += [(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]
+    bounds += [(a, b) for a, b in pairwise(ends) if a < b]
     for start, stop in bounds:
         if stop <= len(data):
             data[stop - 4 : stop] = zlib.crc32(data[start : stop - 4]).to_bytes(4, "little")

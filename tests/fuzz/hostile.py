@@ -1,8 +1,12 @@
-"""Changes to headers, columns and indexes that no writer makes; see `forge` for what follows them.
+"""Changes to headers, columns and indexes that no writer makes.
+
+What makes sizes and checksums fit again afterwards is here where a reader compares sizes first, and
+in `forge` for checksums.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from typing import Any
@@ -21,7 +25,14 @@ _KEYS = ("rollout_id", "prompt_len", "digest", "provenance", "columns", "spans",
 _KEYS += ("name", "align", "version", "dtype", "shape", "codec", "stored", "bytes", "crc32", "zzz")
 _TEXTS = ("", "a", "enum", "enum-ordered", "raw", "deflate", "token", "row", "rollout", EXPERTS)
 _TEXTS += ("token_ids", "valid", "logprobs", "segments", "turns", "kept_ids", "kept_counts", "tags")
-_TEXTS += ("a/b/0/0/0", "a/b/0/0/00", "a/b/9007199254740992/0/0", "\u0000", "\U0001f600" * 40, "1e9")
+_TEXTS += (
+    "a/b/0/0/0",
+    "a/b/0/0/00",
+    "a/b/9007199254740992/0/0",
+    "\u0000",
+    "\U0001f600" * 40,
+    "1e9",
+)
 
 
 def any_number(rng: random.Random) -> int:
@@ -208,6 +219,8 @@ def _other_content(item: Values, payload: bytes, rng: random.Random) -> bytes:
     size = rng.choice((len(payload), len(payload), rng.randrange(400)))
     try:
         dtype, shape = DTYPES[item["dtype"]], tuple(min(n, 5000) for n in item["shape"])
+        if len(shape) > 4 or math.prod(shape) > 1 << 20:
+            raise ValueError("too large to be made")
         values = np.frombuffer(rng.randbytes(8), "<u8") % np.array([3, 300, 1 << 31, 1 << 62])
         with np.errstate(all="ignore"):
             array = np.full(shape, rng.choice((*values.tolist(), -1, 0, 1))).astype(dtype)
@@ -268,7 +281,7 @@ def change_image(image: Image, rng: random.Random) -> None:
             case 1:
                 image.parts.insert(rng.randrange(len(image.parts)), part)
             case 2:
-                image.tail = rng.choice((part_bytes(rng), image.tail + rng.randbytes(9)))
+                image.tail = rng.choice((frame_like(rng), image.tail + rng.randbytes(9)))
             case 3 if isinstance(part, Record):
                 part.extra = rng.choice((-1, 1, 16, -16, 1 << 40, 1 << 62, (1 << 63) - 1))
             case 4:
@@ -280,10 +293,10 @@ def change_image(image: Image, rng: random.Random) -> None:
                 pass
 
 
-def part_bytes(rng: random.Random) -> bytes:
+def frame_like(rng: random.Random) -> bytes:
     """Bytes that look like the beginnings and ends of frames."""
     pieces = (b"R3rc", b"R3ix", b"R3ie", rng.randbytes(12), bytes(8))
-    return b"".join(rng.choices(pieces, k=rng.choice((1, 5, 100))))
+    return b"".join(rng.choices(pieces, k=rng.choice((1, 5, 100)) * rng.choice((1,) * 50 + (50,))))
 
 
 def change_index(index: Index, image: Image, rng: random.Random) -> None:

@@ -18,6 +18,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from r3 import FormatError, RouterSpec, RoutingTrace, TornShardWarning
 from r3.storage import ShardWriter
 
@@ -38,7 +40,7 @@ def traces(spec: RouterSpec, big: bool) -> tuple[RoutingTrace, ...]:
     made = []
     for group in range(4 if big else 30):
         whole = make_trace(spec, 10_000 + group, 160)
-        prompt = whole.token_ids, make_ids(spec, 160, _rng(group))
+        prompt = whole.token_ids, make_ids(spec, 160, np.random.default_rng(group))
         for member in range(5):
             made.append(
                 make_trace(
@@ -54,12 +56,6 @@ def traces(spec: RouterSpec, big: bool) -> tuple[RoutingTrace, ...]:
     for trace in made:
         trace.digest  # noqa: B018  # computed and kept, before children are forked
     return tuple(made)
-
-
-def _rng(seed: int):  # noqa: ANN202
-    import numpy as np
-
-    return np.random.default_rng(seed)
 
 
 def check(rng: random.Random) -> str:

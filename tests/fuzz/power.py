@@ -44,7 +44,9 @@ def run(seed: int, inputs: range) -> Report:
     return run_inputs(seed, inputs, check, seconds=10)
 
 
-def record(path: Path, disk: Disk, traces: Sequence[RoutingTrace], rng: random.Random) -> list[Disk]:
+def record(
+    path: Path, disk: Disk, traces: Sequence[RoutingTrace], rng: random.Random
+) -> list[Disk]:
     """Append traces to the file as it is on `disk`; the states of the disk after each event."""
     path.write_bytes(disk.seen)
     states, writev, fstat = [disk], os.writev, os.fstat
@@ -108,11 +110,11 @@ def crash(disk: Disk, rng: random.Random) -> bytes:
     image = bytearray(disk.seen[:length].ljust(length, b"\0"))
     keep = rng.choice([0.0, 0.2, 0.5, 0.8, 1.0])
     old = disk.synced.ljust(length, b"\0")
-    for start in range(0, length, block):
-        stop = min(start + block, length)
-        safe = min(max(start, len(disk.synced)), stop)  # what was synced is not written again
-        if image[start:safe] != old[start:safe]:  # but for bytes that were cut off meanwhile
-            safe = start
+    # what was synced and not cut off since is not written again
+    both = zip(disk.seen, disk.synced, strict=False)
+    stays = next((i for i, (x, y) in enumerate(both) if x != y), least)
+    for start in range(stays // block * block, length, block):
+        safe, stop = max(start, stays), min(start + block, length)
         if rng.random() >= keep:
             place = rng.randrange(0, max(1, len(disk.seen)), block)
             image[safe:stop] = rng.choice(
