@@ -6,10 +6,9 @@ import mmap
 import operator
 import os
 import stat
-import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +36,7 @@ from r3.storage.stored import RoutingSlice, StoredRecord
 from r3.trace import RoutingTrace
 
 T = TypeVar("T")
-_RECENT = 512  # records whose headers are kept; more than one record can share rows of
+RECENT = 512  # records whose headers are kept; more than one record can share rows of
 
 
 def open_file(path: str | os.PathLike[str], mode: str) -> FileIO:
@@ -76,8 +75,7 @@ class ShardReader:
         self.torn: str | None = None
         self._file = open_file(path, "r")
         self._map: mmap.mmap | None = None
-        self._recent: OrderedDict[int, StoredRecord] = OrderedDict()
-        self._mutex = threading.Lock()
+        self.record_at = lru_cache(RECENT)(self._record_at)
         self._entries = np.empty(0, ENTRY)
         self._by_key: tuple[np.ndarray, np.ndarray] | None = None  # keys ascending, their records
         try:
@@ -230,7 +228,7 @@ class ShardReader:
     def close(self) -> None:
         """Close the file; doing so twice is allowed."""
         self._file.close()
-        self._recent.clear()
+        self.record_at.cache_clear()
         self._map = None  # goes when the last array that looks into it does
 
     def __enter__(self) -> Self:
@@ -254,20 +252,12 @@ class ShardReader:
             raise FormatError(f"ends at byte {self.file_size}, expected {offset + size}")
         return memoryview(self._map)[offset : offset + size]
 
-    def record_at(self, frame: int) -> StoredRecord:
+    def _record_at(self, frame: int) -> StoredRecord:
         """The record whose frame is at that byte. Raises FormatError if there is none."""
-        with self._mutex:
-            record = self._recent.pop(frame, None)
-        if record is None:
-            marker, size = self.file_header.parse_frame(bytes(self.read(frame, FRAME.size)), frame)
-            if marker != RECORD or size > self.file_size - frame - FRAME.size:
-                raise FormatError(f"{size} bytes of {marker!r}, expected a whole record")
-            record = StoredRecord(self, frame, frame + FRAME.size, size)
-        with self._mutex:
-            self._recent[frame] = record
-            while len(self._recent) > _RECENT:
-                self._recent.popitem(last=False)
-        return record
+        marker, size = self.file_header.parse_frame(bytes(self.read(frame, FRAME.size)), frame)
+        if marker != RECORD or size > self.file_size - frame - FRAME.size:
+            raise FormatError(f"{size} bytes of {marker!r}, expected a whole record")
+        return StoredRecord(self, frame, frame + FRAME.size, size)
 
     def _find(self, marker: bytes, start: int, end: int) -> int:
         return -1 if self._map is None else self._map.find(marker, start, end)

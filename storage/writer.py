@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 import warnings
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,7 +28,7 @@ from r3.storage.frames import (
     read_file_header,
     rollout_key,
 )
-from r3.storage.reader import open_file
+from r3.storage.reader import RECENT, open_file
 from r3.storage.record import encode_record
 from r3.storage.recovery import recover
 from r3.storage.sharing import SharedPrefixes
@@ -64,6 +65,7 @@ class ShardWriter:
         self._codec = CODECS["enum-ordered" if keep_order else "enum"]
         self._prefixes = SharedPrefixes(self._codec)
         self._mutex = threading.Lock()
+        self.record_at = lru_cache(RECENT)(self._record_at)
         self._entries = bytearray()  # ENTRY of every record
         self._by_key: dict[bytes, int] = {}
         self._indexes: list[tuple[int, int]] = []  # frame and first record of each in the chain
@@ -182,7 +184,7 @@ class ShardWriter:
             done += got
         return data
 
-    def record_at(self, frame: int) -> StoredRecord:
+    def _record_at(self, frame: int) -> StoredRecord:
         """The record whose frame is at that byte. Raises FormatError if there is none."""
         marker, size = self._header.parse_frame(bytes(self.read(frame, FRAME.size)), frame)
         if marker != RECORD or size > self._end - frame - FRAME.size:
@@ -245,6 +247,7 @@ class ShardWriter:
                 stacklevel=4,
             )
             self._file.truncate(self._end)
+            self.record_at.cache_clear()
         self._synced = found.synced == len(self) and not found.lost
         if found.lost:  # so that no index names what is lost
             self._commit()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from r3 import RouterSpec
@@ -20,7 +20,7 @@ kernels = pytest.importorskip("r3.storage.kernels")
 MODELS = [(8, 2), (60, 4), (64, 8), (128, 8), (256, 8), (384, 8), (512, 22)]
 EDGES = [(1, 1), (2, 1), (2, 2), (64, 64), (65, 64), (67, 33), (68, 34), (4096, 2), (4097, 1)]
 EDGES += [(4097, 64), (8193, 3), (65536, 1), (65536, 4), (65536, 64)]
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite

@@ -210,7 +210,7 @@ def families(draw: st.DrawFn) -> tuple[list[RoutingTrace], bool]:
 @settings(
     deadline=None,
     max_examples=60,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_families(tmp_path, family, data):
     traces, keep_order = family

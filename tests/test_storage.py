@@ -25,7 +25,9 @@ from storage_tools import (
 )
 
 ONE_FILE = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=150,
+    deadline=None,
 )
 
 

@@ -28,7 +28,9 @@ from storage_tools import (
 )
 
 ONE_FILE = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=200,
+    deadline=None,
 )
 
 
@@ -121,7 +123,7 @@ def test_a_flip_in_any_byte(tmp_path):
     index = data.index(b"R3ix")
     rng = np.random.default_rng()
     for whole, content in ((True, data), (False, data[:index])):
-        for at in range(rng.integers(3), len(content), 3):
+        for at in range(rng.integers(5), len(content), 5):
             flipped = bytearray(content)
             flipped[at] ^= 1 << rng.integers(8)
             path.write_bytes(flipped)
@@ -143,7 +145,7 @@ def test_a_flip_in_any_byte(tmp_path):
 def test_a_cut_at_any_byte(tmp_path):
     """What is whole in front of it is read, and a writer goes on there."""
     path = tmp_path / "a.r3"
-    traces = [make_trace(seed=i, n=4) for i in range(3)]
+    traces = [make_trace(seed=i, n=4) for i in range(2)]
     data = write(path, traces).read_bytes()
     frames = [at for at, _, _ in split_file(data)[1]]
     for cut in range(len(data)):
@@ -161,14 +163,14 @@ def test_a_cut_at_any_byte(tmp_path):
         assert len(found) == whole
         for one, trace in zip(found, traces, strict=False):
             assert_same(one, trace)
-        if cut % 7:
+        if cut % 11:
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", TornShardWarning)
             writer = ShardWriter(path, SPEC)
         with writer:
             assert len(writer) == whole
-            assert [writer.append(t) for t in traces] == [0, 1, 2]
+            assert [writer.append(t) for t in traces] == [0, 1]
         for one, trace in zip(read_all(path), traces, strict=True):
             assert_same(one, trace)
 

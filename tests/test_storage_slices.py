@@ -70,7 +70,7 @@ bounds = st.none() | st.integers(-9100, 9100) | st.sampled_from([0, 4095, 4096, 
 @settings(
     deadline=None,
     max_examples=150,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_slices_are_those_of_the_trace(shard, number, layers, start, stop, by):
     path, traces = shard

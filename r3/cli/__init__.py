@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,7 @@ def _settings(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 def main() -> None:
     """Console script `r3`."""
+    warnings.showwarning = _show_warning
     try:
         app(standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as e:
@@ -195,6 +197,10 @@ def main() -> None:
     except OSError as e:
         print(f"r3: {e.strerror}", file=sys.stderr)
         os._exit(1)  # nothing is left to be flushed into a stream that does not take it
+
+
+def _show_warning(message: Warning | str, *_: Any) -> None:
+    print(f"r3: warning: {_plain(' '.join(str(message).split()))}", file=sys.stderr)
 
 
 def _fail(text: str, code: int) -> None:

@@ -116,7 +116,7 @@ def change_record(record: Record, spec: RouterSpec, frames: list[int], rng: rand
     for _ in range(rng.choice((1, 1, 2, 3))):
         kind = rng.randrange(16)
         at = rng.randrange(len(columns)) if columns else 0
-        item = columns[at] if columns else {}
+        item = columns[at] if columns else None
         if kind == 0:
             change_map(record.values, rng)
         elif kind == 1 and type(record.values.get("provenance")) is dict:

@@ -65,15 +65,16 @@ def check(rng: random.Random) -> str:
     path.unlink(missing_ok=True)
     known = {str(t.rollout_id): t.digest for t in traces(spec, big)}
     acknowledged: dict[str, str] = {}
-    kills, torn, empty = 0, 0, 0
+    kills, torn = 0, 0
     while True:
         acknowledged |= _kill_one(path, spec, big, rng)
         kills += 1
         state = _inspect(path, acknowledged, known)
-        torn, empty = torn + (state == "torn"), empty + (state == "empty")
+        torn += state == "torn"
         if rng.random() < 0.6:
             break
-    words = [state, *["+kills"] * kills, *["+torn"] * torn, *["+acknowledged"] * len(acknowledged)]
+    words = [state, *["+kills"] * kills, *["+torn-by-kills"] * torn]
+    words += ["+acknowledged"] * len(acknowledged)
     if state == "empty":  # killed before there was a header: a new file is all that can be made
         path.unlink(missing_ok=True)
     _go_on(path, spec, big, acknowledged, known, rng)
