@@ -23,6 +23,9 @@ from r3.trace import RoutingTrace
 
 _BLOCK = 64  # tokens; shorter beginnings are not looked for
 _MAX_BLOCKS = 1 << 16  # that are remembered, 4 million tokens
+# share of cells from which on rows are better stored anew, to be shared from there: the rest of a
+# group of eight or more would else pay for the same exceptions again and again
+_TOO_DIFFERENT = 1 / 8
 _WORTH = 1024  # bits that sharing has to save, about what it adds to the header
 
 
@@ -49,7 +52,7 @@ class SharedPrefixes:
 
     def __init__(self, codec: ChunkCodec) -> None:
         self._codec = codec
-        # digest of the first i * _BLOCK tokens -> the first trace that began so and has the rows
+        # digest of the first i * _BLOCK tokens -> a trace that began so and has the rows
         self._blocks: OrderedDict[bytes, _Stored] = OrderedDict()
 
     def find(self, trace: RoutingTrace, file: Records) -> SharedRows:
@@ -69,7 +72,9 @@ class SharedPrefixes:
         stored = _Stored(frame, tuple(spans))
         # beginnings of which rows are missing here are left to a later trace that has them
         rows = sum(span.rows for span in spans[:MAX_SPANS])
-        for block in _block_digests(trace)[: (rows + 1) // _BLOCK]:
+        for i, block in enumerate(_block_digests(trace)[: (rows + 1) // _BLOCK], 1):
+            if i * _BLOCK > shared.rows + 1:  # what was there was not worth sharing
+                self._blocks.pop(block, None)
             self._blocks.setdefault(block, stored)
         while len(self._blocks) > _MAX_BLOCKS:
             self._blocks.popitem(last=False)
@@ -98,6 +103,8 @@ class SharedPrefixes:
         if not rows or saved.max() < _WORTH:
             return SharedRows()
         rows = int(saved.argmax()) + 1
+        if cells[:rows].mean() > _TOO_DIFFERENT:
+            return SharedRows()
         exceptions = []
         for layer in layers if cells[:rows].any() else ():
             different = np.flatnonzero(cells[:rows, layer])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from r3 import Column, RouterSpec, RoutingTrace
+from r3 import Column, RolloutId, RouterSpec, RoutingTrace
 from r3.storage import ShardReader, ShardWriter
 from storage_tools import (
     SPEC,
@@ -18,6 +18,7 @@ from storage_tools import (
     continued,
     expected_slice,
     make_trace,
+    random_ids,
     read_all,
     write,
 )
@@ -245,3 +246,23 @@ def test_rows_of_two_codecs_do_not_mix(tmp_path):
     for i in range(4):
         assert_same(found[i], traces[i], keep_order=i >= 2)
     assert shared_rows(path) == [0, 399, 0, 399]
+
+
+def test_a_group_whose_first_rollout_is_an_outlier(tmp_path):
+    rng = np.random.default_rng()
+    tokens, ids = rng.integers(0, 999, 501), random_ids(rng, SPEC, 500)
+    traces = []
+    for i in range(8):
+        rows = ids.copy()
+        if not i:  # say of other weights: 30 % of its cells differ
+            other = rng.random(rows.shape[:2]) < 0.3
+            rows[other] = random_ids(rng, SPEC, 500)[other]
+        name = RolloutId("group", str(i))
+        traces.append(make_trace(n=501, token_ids=tokens, routed_experts=rows, rollout_id=name))
+    path = write(tmp_path / "a.r3", traces)
+    with ShardReader(path) as reader:
+        assert [t.digest for t in reader] == [t.digest for t in traces]
+        stored = [reader.header(i).column("routed_experts").layout.stored for i in range(8)]
+        size = reader.header(2).column("routed_experts").size
+    assert stored == [500, 500, 0, 0, 0, 0, 0, 0]
+    assert size == 0
