@@ -33,7 +33,7 @@ FRAME = struct.Struct("<4sQI")  # marker, bytes of what follows, checksum
 # frame of the index before, number of records before, number of records known to be on the disk
 _INDEX_HEAD = struct.Struct("<QQQ")
 _INDEX_TAIL = struct.Struct("<IQ4s")  # checksum, where the frame of this index is, marker
-_TRIES = 16  # what looks like the end of an index, from the end of the file, before giving up
+_TRIES = 16  # damaged indexes, from the end of the file, before giving up
 
 # one record in an index: its frame, the key of its rollout id, the digest of its content
 ENTRY = np.dtype([("frame", "<u8"), ("key", "V16"), ("digest", "V16")])
@@ -178,17 +178,15 @@ def find_indexes(header: FileHeader, read: Read, rfind: Find, size: int) -> list
     If one of those is missing (it was never on the disk), the same from an earlier index; an empty
     list if there is none.
     """
-    end = size
-    for _ in range(_TRIES):
-        at = rfind(_INDEX_END, header.end, end)
-        if at < 0:
-            break
+    end, tries = size, 0
+    while tries < _TRIES and (at := rfind(_INDEX_END, header.end, end)) >= 0:
         end = at + len(_INDEX_END)
         tail = bytes(read(end - _INDEX_TAIL.size, _INDEX_TAIL.size))
+        offset = _INDEX_TAIL.unpack(tail)[1]
         try:
-            index = read_index(header, read, _INDEX_TAIL.unpack(tail)[1], end)
-            if index.end == end:
-                return _chain(header, read, index)
+            if header.end <= offset <= at and _frame(header, read, offset, end) == (INDEX, end):
+                tries += 1  # what comes now takes time
+                return _chain(header, read, read_index(header, read, offset, end))
         except FormatError:
             pass
         end -= 1

@@ -22,7 +22,7 @@ from r3.storage.codec import Buffer
 Read = Callable[[int, int], Buffer]
 
 MAX_HEADER = 1 << 20  # bytes
-_MAX_ITEMS = 1 << 16  # of one list or map in a header
+_MAX_ITEMS = 1 << 14  # values in a header
 _MAX_DEPTH = 16  # of lists and maps in each other
 _PREFIX = struct.Struct("<II")  # length of the header, CRC-32 of that length and the header
 
@@ -91,7 +91,7 @@ def _no_extension(code: int, data: bytes) -> None:
 
 
 def _check_plain(value: Any) -> None:
-    level = [value]
+    level, count = [value], 0
     for _ in range(_MAX_DEPTH):
         inner: list[Any] = []
         for item in level:
@@ -101,6 +101,9 @@ def _check_plain(value: Any) -> None:
                 inner.extend(item)
             elif type(item) not in (str, int, float, bool, type(None)):
                 raise ValueError(f"a value of type {type(item).__name__}")
+        count += len(inner)
+        if count > _MAX_ITEMS:
+            raise ValueError(f"more than {_MAX_ITEMS} values")
         if not inner:
             return
         level = inner
