@@ -49,8 +49,8 @@ class Column:
 
 def text_column(texts: Iterable[str]) -> Column:
     """The column `tags` from a list of text. Raises TraceError for anything else."""
-    values = [] if isinstance(texts, str) else list(texts)
-    if isinstance(texts, str) or not all(isinstance(v, str) for v in values):
+    values = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [None]
+    if not all(isinstance(v, str) for v in values):
         raise TraceError(f"tags are {texts!r}, expected a list of text")
     try:
         data = json.dumps(values, ensure_ascii=False).encode()

@@ -34,6 +34,12 @@ class RolloutId:
                     f"RolloutId.{name} is {value!r}, expected text of 1 to 512 characters "
                     "without '/'"
                 )
+            try:
+                value.encode()
+            except UnicodeEncodeError as e:
+                raise TraceError(
+                    f"RolloutId.{name} is {value!r}, which has no UTF-8: {e}"
+                ) from None
         for name in ("sample", "turn", "attempt"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:

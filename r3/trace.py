@@ -97,7 +97,7 @@ class RoutingTrace:
         logprobs: np.ndarray | None = None,
         weight_versions: np.ndarray | int | None = None,
         physical_to_logical: np.ndarray | None = None,
-        rollout_id: RolloutId | None = None,
+        rollout_id: RolloutId | str | None = None,
         provenance: Provenance | None = None,
         extra: Mapping[str, Column] | None = None,
     ) -> RoutingTrace:
@@ -112,6 +112,8 @@ class RoutingTrace:
         extra: columns by name, in the forms that RoutingTrace lists for those it knows.
         All arrays are copied.
         """
+        if isinstance(rollout_id, str):
+            rollout_id = RolloutId.parse(rollout_id)
         rollout_id = rollout_id or RolloutId.unique()
         where = f"rollout {rollout_id}"
         tokens = as_array(token_ids, f"{where}: token_ids")
@@ -155,6 +157,11 @@ class RoutingTrace:
         for name, column in (extra or {}).items():
             if name in columns:
                 raise TraceError(f"{where}: extra column {name!r} is one that has its own argument")
+            if not isinstance(column, Column) or not isinstance(name, str):
+                raise TraceError(
+                    f"{where}: extra column {name!r} is a {type(column).__name__}, expected a "
+                    "Column(array, align) under a text"
+                )
             columns[name] = Column(np.array(column.data), column.align, column.version)
         return cls(spec, prompt_len, columns, rollout_id, provenance or Provenance())
 

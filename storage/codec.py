@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import warnings
 import zlib
 from collections.abc import Sequence
 from types import ModuleType
@@ -125,6 +126,7 @@ def find_codec(name: str) -> ChunkCodec:
 # kernels costs about as much as coding 8 million of them, and compiling them once some seconds
 _coded = 0
 _loaded: ModuleType | None = None
+_unusable = False
 _WORTH_LOADING = 8 << 20
 
 
@@ -133,11 +135,16 @@ def _kernels(values: int) -> ModuleType | None:
 
     So nobody waits for a compiler to read a few traces, and a long job soon has fast code.
     """
-    global _coded, _loaded
-    if _loaded is None:
+    global _coded, _loaded, _unusable
+    if _loaded is None and not _unusable:
         _coded += values
-        if _coded >= _WORTH_LOADING and importlib.util.find_spec("numba") is not None:
-            _loaded = importlib.import_module("r3.storage.kernels")
+        if _coded >= _WORTH_LOADING:
+            try:
+                _loaded = importlib.import_module("r3.storage.kernels")
+            except Exception as e:  # whatever a numba that does not fit its numpy raises
+                _unusable = True
+                if importlib.util.find_spec("numba") is not None:
+                    warnings.warn(f"numba cannot be used, storage is slow: {e}", stacklevel=4)
     return _loaded
 
 

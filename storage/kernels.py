@@ -168,7 +168,7 @@ def _compiled(kernel: Any, dtype: np.dtype) -> Any:
         loops.encode_order: (ids, *packing, codes),
         loops.decode_order: (codes, u, *packing, ids),
     }
-    return loops.jit(kernel, i(*signatures[kernel]))
+    return loops.compile_kernel(kernel, i(*signatures[kernel]))
 
 
 def keys(values: np.ndarray) -> np.ndarray:

@@ -20,17 +20,25 @@ PADDING, NOT_A_SET = -1, -2  # what kernels return besides 0 and the first bad r
 _U = np.uint64
 
 
-def jit(function: Any, *signature: Any, **more: Any) -> Any:
-    options = {"nogil": True, "error_model": "numpy", **more}
-    try:
-        return numba.njit(*signature, cache=True, **options)(function)
-    except RuntimeError:  # no folder to keep compiled code in
-        return numba.njit(*signature, **options)(function)
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+
+
+def jit(function: Any) -> Any:
+    """Compiled as part of the kernels that call it."""
+    return numba.njit(**_OPTIONS)(function)
 
 
 def inline(function: Any) -> Any:
     """For what runs in every block: arrays that the caller made are then known not to overlap."""
-    return jit(function, inline="always")
+    return numba.njit(inline="always", **_OPTIONS)(function)
+
+
+def compile_kernel(function: Any, signature: Any) -> Any:
+    """Compiled now, or taken from where numba keeps what it compiled."""
+    try:
+        return numba.njit(signature, cache=True, **_OPTIONS)(function)
+    except Exception:  # no folder for it, no room in it, a file in it cut short: do without
+        return numba.njit(signature, **_OPTIONS)(function)
 
 
 @jit

@@ -5,11 +5,12 @@ from __future__ import annotations
 import mmap
 import operator
 import os
-import stat
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from io import FileIO
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, overload
@@ -20,6 +21,7 @@ from r3.errors import FormatError, TornShardWarning
 from r3.identity import RolloutId
 from r3.spec import RouterSpec
 from r3.storage.codec import Buffer
+from r3.storage.files import FileBytes, open_file
 from r3.storage.frames import (
     ENTRY,
     FRAME,
@@ -39,20 +41,21 @@ T = TypeVar("T")
 RECENT = 512  # records whose headers are kept; more than one record can share rows of
 
 
-def open_file(path: str | os.PathLike[str], mode: str) -> FileIO:
-    """The regular file at `path`. Raises FormatError for what cannot be one."""
-    try:
-        place = Path(path)
-        # a FIFO would block on opening; a writer may create the file
-        if place.exists() and not stat.S_ISREG(place.stat().st_mode):
-            kind = "a folder" if place.is_dir() else "not a regular file"
-            raise FormatError(f"{path}: {kind}, expected a .r3 file")
-        return FileIO(place, mode)
-    except (OSError, ValueError) as e:
-        if isinstance(e, FormatError):
-            raise
-        reason = e.strerror if isinstance(e, OSError) else e
-        raise FormatError(f"{path}: cannot be opened as a .r3 file: {reason}") from None
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What a reader knows of its file at one time; replaced as a whole, so that threads see one
+    state. end: behind the last whole record or index. view: the bytes to there."""
+
+    entries: np.ndarray
+    end: int
+    view: memoryview
+
+    @cached_property
+    def by_key(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first 8 bytes of all keys as numbers, ascending, and the records that have them."""
+        keys = np.ascontiguousarray(self.entries["key"]).view("<u8").reshape(-1, 2)[:, 0]
+        order = np.argsort(keys, kind="stable")
+        return keys[order], order
 
 
 class ShardReader:
@@ -62,22 +65,23 @@ class ShardReader:
     raises FormatError, naming the path, if one of these is damaged. Records are read and checked
     when asked for, which raises FormatError, naming the record, and warns of suspicious routing as
     RoutingTrace does. A file may be read while it is written: the reader sees what was appended
-    before it was opened or `refresh` was called. The file is mapped into memory and must not be
-    cut by others meanwhile. Threads may share a reader.
+    before it was opened or `refresh` was called. What is whole is mapped into memory and must not
+    be cut off meanwhile. Threads may share a reader.
 
     spec: the routers of all traces. file_size: bytes of the file that are read. torn: what stands
     behind the last whole record, if anything does, as text; a writer that is just appending, or
-    one that died. There is a TornShardWarning of it.
+    one that died. Opening gives a TornShardWarning of it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.torn: str | None = None
         self._file = open_file(path, "r")
-        self._map: mmap.mmap | None = None
-        self.record_at = lru_cache(RECENT)(self._record_at)
-        self._entries = np.empty(0, ENTRY)
-        self._by_key: tuple[np.ndarray, np.ndarray] | None = None  # keys ascending, their records
+        self._bytes = FileBytes(self._file)
+        self._recent: dict[int, StoredRecord] = {}
+        self._mutex = threading.Lock()
+        self._known = _Known(np.empty(0, ENTRY), 0, memoryview(b""))
+        self._room = self._known.entries  # what the entries are the beginning of
         try:
             self._open()
         except BaseException:
@@ -85,45 +89,47 @@ class ShardReader:
             raise
 
     def _open(self) -> None:
-        self._remap()
+        self.file_size = self._bytes.size
         try:
             self.file_header: FileHeader = read_file_header(self.read, self.file_size)
             self.spec: RouterSpec = self.file_header.spec
-            self._end = self.file_header.end
-            indexes = find_indexes(self.file_header, self.read, self._rfind, self.file_size)
+            end = self.file_header.end
+            indexes = find_indexes(self.file_header, self.read, self._bytes.rfind, self.file_size)
             if indexes:
-                self._entries = np.concatenate([i.entries for i in indexes])
-                self._end = indexes[-1].end
+                self._learn(np.concatenate([i.entries for i in indexes]), end)
+                end = indexes[-1].end
         except FormatError as e:
             raise FormatError(f"{self.path}: {e}") from None
-        self._read_tail()
+        self._read_tail(end)
+        if self.torn:
+            warnings.warn(
+                f"{self.path}: {self.torn}; {len(self)} whole records precede them",
+                TornShardWarning,
+                stacklevel=4,
+            )
 
     def refresh(self) -> int:
         """See what was appended meanwhile; returns how many records that is."""
-        before = len(self)
-        self._remap()
-        self._read_tail()
-        return len(self) - before
+        with self._mutex:
+            before = len(self)
+            self.file_size = self._bytes.size
+            self._read_tail(self._known.end)
+            return len(self) - before
 
-    def _remap(self) -> None:
-        size = os.fstat(self._file.fileno()).st_size
-        # views of the old map keep it alive until they are gone
-        self._map = mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ) if size else None
-        self.file_size = size
-
-    def _read_tail(self) -> None:
-        found = scan(self.file_header, self.read, self._find, self._end, self.file_size)
+    def _read_tail(self, start: int) -> None:
+        size = self.file_size
+        found = scan(self.file_header, self.read, self._bytes.find, start, size)
         entries = []
         try:
             for gap in found.gaps:
-                if gap[1] < self.file_size:
+                if gap[1] < size:
                     raise FormatError(
                         f"bytes {gap[0]} to {gap[1] - 1} are neither record nor index: {gap[2]}; "
                         "`r3 verify` says what is lost, `r3 merge --salvage` saves the rest"
                     )
-            for i, (frame, size) in enumerate(found.records, len(self)):
+            for i, (frame, length) in enumerate(found.records, len(self)):
                 try:
-                    header = StoredRecord(self, frame, frame + FRAME.size, size).header
+                    header = StoredRecord(self, frame, frame + FRAME.size, length).header
                     entries.append(make_entry(frame, str(header.rollout_id), header.digest))
                 except FormatError as e:
                     raise FormatError(
@@ -132,29 +138,36 @@ class ShardReader:
                     ) from None
         except FormatError as e:
             raise FormatError(f"{self.path}: {e}") from None
-        if entries:
-            self._entries = np.concatenate([self._entries, np.frombuffer(b"".join(entries), ENTRY)])
-            self._by_key = None
-        self._end = found.end
+        self._learn(np.frombuffer(b"".join(entries), ENTRY), found.end)
         self.torn = None
         if found.gaps:
-            start, end, why = found.gaps[-1]
-            self.torn = f"{end - start} bytes from byte {start} on are no whole record: {why}"
-            warnings.warn(
-                f"{self.path}: {self.torn}; {len(self)} whole records precede them",
-                TornShardWarning,
-                stacklevel=4,
-            )
+            begin, end, why = found.gaps[-1]
+            self.torn = f"{end - begin} bytes from byte {begin} on are no whole record: {why}"
+
+    def _learn(self, more: np.ndarray, end: int) -> None:
+        """Know of further records, and of all bytes to `end`."""
+        known, n = self._known, len(self._known.entries)
+        total = n + len(more)
+        if total > len(self._room):  # grows by doubling; what is known already stays where it is
+            self._room = np.concatenate([known.entries, np.empty(max(len(more), n), ENTRY)])
+        self._room[n:total] = more
+        view = known.view
+        if end != known.end:
+            try:
+                view = memoryview(mmap.mmap(self._file.fileno(), end, access=mmap.ACCESS_READ))
+            except (OSError, ValueError) as e:
+                raise FormatError(f"{self.path}: cannot be mapped into memory: {e}") from None
+        self._known = _Known(self._room[:total], end, view)
 
     # --- access
 
     @property
     def entries(self) -> np.ndarray:
         """ENTRY [records]: where each record is, and of which rollout and content."""
-        return self._entries
+        return self._known.entries
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._known.entries)
 
     @overload
     def __getitem__(self, index: int) -> RoutingTrace: ...
@@ -167,6 +180,16 @@ class ShardReader:
             return [self[i] for i in range(*index.indices(len(self)))]
         return self._of(self._locate(index), StoredRecord.trace)
 
+    def __contains__(self, rollout_id: object) -> bool:
+        """Whether there is a trace of that rollout, given as RolloutId or its text."""
+        if not isinstance(rollout_id, RolloutId | str):
+            return False
+        try:
+            self.find(rollout_id)
+        except KeyError:
+            return False
+        return True
+
     def __iter__(self) -> Iterator[RoutingTrace]:
         return (self[i] for i in range(len(self)))
 
@@ -175,16 +198,17 @@ class ShardReader:
         return self[self.find(rollout_id)]
 
     def find(self, rollout_id: RolloutId | str) -> int:
-        """The number of the record of that rollout; KeyError if there is none."""
-        if self._by_key is None:
-            keys = np.ascontiguousarray(self._entries["key"]).view("<u8").reshape(-1, 2)[:, 0]
-            order = np.argsort(keys, kind="stable")
-            self._by_key = keys[order], order
-        keys, order = self._by_key
-        key = rollout_key(str(rollout_id))
+        """The number of the record of that rollout; KeyError if there is none.
+
+        TraceError for text that is no rollout id.
+        """
+        if isinstance(rollout_id, str):
+            RolloutId.parse(rollout_id)
+        known, key = self._known, rollout_key(str(rollout_id))
+        keys, order = known.by_key
         first = np.frombuffer(key, "<u8")[0]
         low, high = (int(np.searchsorted(keys, first, side)) for side in ("left", "right"))
-        found = [int(i) for i in order[low:high] if self._entries[i]["key"].tobytes() == key]
+        found = [int(i) for i in order[low:high] if known.entries[i]["key"].tobytes() == key]
         if not found:
             raise KeyError(f"{self.path} has no rollout {rollout_id}")
         if len(found) > 1:
@@ -219,8 +243,8 @@ class ShardReader:
         """Some layers and tokens of a rollout, given by its id or its record's number.
 
         layers: decoder layer indices; None for all. Only the chunks that these lie in are read.
-        Raises TraceError for layers or tokens that cannot be, KeyError, IndexError or FormatError
-        as the other methods do.
+        Raises SpecError for layers that there are not, TraceError for tokens that are no slice of
+        step 1, KeyError, IndexError or FormatError as the other methods do.
         """
         index = self.find(rollout) if isinstance(rollout, RolloutId | str) else rollout
         return self._of(self._locate(index), lambda record: record.slice(layers, tokens))
@@ -228,8 +252,13 @@ class ShardReader:
     def close(self) -> None:
         """Close the file; doing so twice is allowed."""
         self._file.close()
-        self.record_at.cache_clear()
-        self._map = None  # goes when the last array that looks into it does
+        self._recent.clear()
+        # the map goes when the last array that looks into it does
+        self._known = _Known(self._known.entries, self._known.end, memoryview(b""))
+
+    def __reduce__(self) -> tuple:
+        # for the workers of a data loader: the file is opened again where it arrives
+        return type(self), (self.path.absolute(),)
 
     def __enter__(self) -> Self:
         return self
@@ -245,25 +274,27 @@ class ShardReader:
     # --- what records ask for
 
     def read(self, offset: int, size: int) -> Buffer:
-        """Bytes of the file, as a view. Raises FormatError if they are not there."""
+        """Bytes of the file. Raises FormatError if they are not there."""
         if self._file.closed:
             raise ValueError(f"{self.path}: the reader is closed")
-        if self._map is None or not 0 <= offset <= offset + size <= self.file_size:
-            raise FormatError(f"ends at byte {self.file_size}, expected {offset + size}")
-        return memoryview(self._map)[offset : offset + size]
+        view = self._known.view
+        if 0 <= offset <= offset + size <= len(view):
+            return view[offset : offset + size]
+        return self._bytes.read(offset, size)
 
-    def _record_at(self, frame: int) -> StoredRecord:
+    def record_at(self, frame: int) -> StoredRecord:
         """The record whose frame is at that byte. Raises FormatError if there is none."""
-        marker, size = self.file_header.parse_frame(bytes(self.read(frame, FRAME.size)), frame)
-        if marker != RECORD or size > self.file_size - frame - FRAME.size:
-            raise FormatError(f"{size} bytes of {marker!r}, expected a whole record")
-        return StoredRecord(self, frame, frame + FRAME.size, size)
-
-    def _find(self, marker: bytes, start: int, end: int) -> int:
-        return -1 if self._map is None else self._map.find(marker, start, end)
-
-    def _rfind(self, marker: bytes, start: int, end: int) -> int:
-        return -1 if self._map is None else self._map.rfind(marker, start, end)
+        record = self._recent.get(frame)
+        if record is None:
+            marker, size = self.file_header.parse_frame(bytes(self.read(frame, FRAME.size)), frame)
+            if marker != RECORD or size > self.file_size - frame - FRAME.size:
+                raise FormatError(f"{size} bytes of {marker!r}, expected a whole record")
+            # a proxy, so that a reader nobody has any more closes its file at once
+            record = StoredRecord(weakref.proxy(self), frame, frame + FRAME.size, size)
+            if len(self._recent) >= RECENT:
+                self._recent.clear()
+            self._recent[frame] = record
+        return record
 
     def _locate(self, index: int) -> int:
         found = operator.index(index)
@@ -273,7 +304,7 @@ class ShardReader:
 
     def _of(self, index: int, ask: Callable[[StoredRecord], T]) -> T:
         """What the record says; it must be the one that the index has there."""
-        entry = self._entries[index]
+        entry = self._known.entries[index]
         frame = int(entry["frame"])
         try:
             record = self.record_at(frame)

@@ -7,11 +7,11 @@ part of what was not synced may be missing, be it in the middle.
 
 from __future__ import annotations
 
-import mmap
 import warnings
 from dataclasses import dataclass
 
 from r3.errors import FormatError, SuspiciousRoutingWarning
+from r3.storage.files import FileBytes
 from r3.storage.frames import FileHeader, find_indexes, make_entry, scan
 from r3.storage.stored import Records
 
@@ -30,12 +30,12 @@ class Recovered:
     lost: list[str]
 
 
-def recover(file: Records, header: FileHeader, view: mmap.mmap) -> Recovered:
-    """Find all whole records of a file; `view` maps all of it."""
-    size = len(view)
-    indexes = find_indexes(header, file.read, view.rfind, size)
+def recover(file: Records, header: FileHeader, data: FileBytes) -> Recovered:
+    """Find all whole records of a file; `data` is all of it."""
+    size = data.size
+    indexes = find_indexes(header, data.read, data.rfind, size)
     end = indexes[-1].end if indexes else header.end
-    tail = scan(header, file.read, view.find, end, size)
+    tail = scan(header, data.read, data.find, end, size)
     synced = indexes[-1].synced if indexes else 0
     entries = bytearray(b"".join(index.entries.tobytes() for index in indexes))
     frames = [int(frame) for index in indexes for frame in index.entries["frame"]]
@@ -58,6 +58,8 @@ def recover(file: Records, header: FileHeader, view: mmap.mmap) -> Recovered:
             lost.append(f"record at byte {frame}: {e}")
     for start, stop, why in tail.gaps:
         lost.append(f"{stop - start} bytes from byte {start} on: {why}")
+    if end < size and not lost:  # an index whose chain is broken
+        lost.append(f"{size - end} bytes from byte {end} on belong to no record")
     holding = [i for i in indexes if i.first + len(i.entries) <= first_lost]
     return Recovered(
         entries=kept,

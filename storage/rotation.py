@@ -20,15 +20,20 @@ from r3.trace import RoutingTrace
 
 
 def shard_paths(path: str | os.PathLike[str]) -> list[Path]:
-    """The files that a RotatingWriter of this path has written, in their order."""
+    """The files that a RotatingWriter of this path has written, in their order.
+
+    One that has just been made and holds nothing yet is left out.
+    """
     place = Path(path)
     name = re.compile(re.escape(place.stem) + r"-(\d{5,})" + re.escape(place.suffix))
     found = [(m, p) for p in place.parent.glob("*") if (m := name.fullmatch(p.name))]
-    return [p for _, p in sorted(found, key=lambda item: int(item[0][1]))]
+    ordered = sorted(found, key=lambda item: int(item[0][1]))
+    return [p for _, p in ordered if p.stat().st_size]
 
 
 class RotatingWriter:
-    """ShardWriters in a row: a new file begins when the last has reached max_bytes.
+    """ShardWriters in a row: a new file begins when the last has reached max_bytes, or gone beyond
+    it with its last record.
 
     For path `routing.r3` the files are routing-00000.r3 and so on; a later RotatingWriter goes on
     with the last. A rollout is stored once in all of them. Rows are shared within a file. durable,
@@ -44,9 +49,10 @@ class RotatingWriter:
         durable: bool = False,
         keep_order: bool = False,
     ) -> None:
-        self.path, self.spec, self.max_bytes = Path(path), spec, max_bytes
+        self.path, self.spec, self.max_bytes = Path(path).absolute(), spec, max_bytes
         self._options = {"durable": durable, "keep_order": keep_order}
         self._mutex = threading.Lock()
+        self._closed = False
         self._earlier: dict[bytes, tuple[Path, int, bytes]] = {}
         paths = shard_paths(path)
         for earlier in paths[:-1]:
@@ -58,7 +64,7 @@ class RotatingWriter:
                 self._remember(earlier, reader.entries)
         # by its name: files before it may have been taken away
         self._number = int(paths[-1].stem.rpartition("-")[2]) if paths else 0
-        self._writer = self._open()
+        self._writer = self._open(self._number)
 
     def append(self, trace: RoutingTrace) -> tuple[Path, int]:
         """Store a trace; returns the file and the number of the record in it.
@@ -77,11 +83,11 @@ class RotatingWriter:
                         "RolloutId.attempt up"
                     )
                 return path, index
-            if len(self._writer) and self._writer.file_size >= self.max_bytes:
+            if len(self._writer) and self._writer.file_size >= self.max_bytes and not self._closed:
                 self._remember(self._writer.path, self._writer.entries)
+                writer = self._open(self._number + 1)
                 self._writer.close()
-                self._number += 1
-                self._writer = self._open()
+                self._writer, self._number = writer, self._number + 1
             return self._writer.path, self._writer.append(trace)
 
     def flush(self) -> None:
@@ -92,6 +98,7 @@ class RotatingWriter:
     def close(self) -> None:
         """Close the last file; doing so twice is allowed."""
         with self._mutex:
+            self._closed = True
             self._writer.close()
 
     def __enter__(self) -> Self:
@@ -105,8 +112,8 @@ class RotatingWriter:
     ) -> None:
         self.close()
 
-    def _open(self) -> ShardWriter:
-        name = f"{self.path.stem}-{self._number:05}{self.path.suffix}"
+    def _open(self, number: int) -> ShardWriter:
+        name = f"{self.path.stem}-{number:05}{self.path.suffix}"
         return ShardWriter(self.path.with_name(name), self.spec, **self._options)
 
     def _remember(self, path: Path, entries: np.ndarray) -> None:

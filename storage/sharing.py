@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from r3.checks import sort_rows
+from r3.errors import FormatError
 from r3.storage.codec import CHUNK_ROWS, ChunkCodec
 from r3.storage.experts import MAX_SPANS, Span
 from r3.storage.record import SharedRows
@@ -60,7 +61,10 @@ class SharedPrefixes:
         for block in reversed(_block_digests(trace)):
             if block in self._blocks:
                 self._blocks.move_to_end(block)
-                return self._compare(trace, self._blocks[block], file)
+                try:
+                    return self._compare(trace, self._blocks[block], file)
+                except FormatError:  # damaged meanwhile: what is new is none the worse for it
+                    del self._blocks[block]
         return SharedRows()
 
     def add(self, trace: RoutingTrace, frame: int, shared: SharedRows) -> None:
@@ -85,6 +89,8 @@ class SharedPrefixes:
         differ = tokens[:n] != trace.token_ids[:n]
         spans = stored.first(min(int(differ.argmax()) if differ.any() else n, _captured(trace)))
         rows = sum(span.rows for span in spans)
+        if len(spans) == MAX_SPANS:  # store it whole, for those that follow to share in one piece
+            return SharedRows()
         spec = trace.spec
         theirs = np.empty((rows, len(spec.moe_layers), spec.top_k), spec.dtype)
         layers, at = range(len(spec.moe_layers)), 0

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from r3.columns import Column
-from r3.errors import FormatError, TraceError
+from r3.errors import FormatError, SpecError, TraceError
 from r3.identity import RolloutId
 from r3.spec import RouterSpec
 from r3.storage.codec import Buffer, decode_column
@@ -178,12 +178,12 @@ class StoredRecord:
         """Some layers (decoder layer indices; all if None) of some tokens (step 1)."""
         spec, n = self.file.spec, self.experts.shape[0] + 1
         chosen = spec.moe_layers if layers is None else tuple(layers)
-        start, stop, step = tokens.indices(n)
-        if step != 1:
-            raise TraceError(f"tokens {tokens}, expected a step of 1")
+        if not isinstance(tokens, slice) or tokens.step not in (None, 1):
+            raise TraceError(f"tokens are {tokens!r}, expected a slice with a step of 1")
+        start, stop, _ = tokens.indices(n)
         for layer in chosen:
             if layer not in spec.moe_layers:
-                raise TraceError(f"layer {layer}, expected one of the MoE layers {spec.moe_layers}")
+                raise SpecError(f"layer {layer}, expected one of the MoE layers {spec.moe_layers}")
         stop = max(start, stop)
         # the last token of the rollout has no row
         first, last = min(start, n - 1), min(stop, n - 1)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import mmap
 import os
 import threading
 import warnings
-from functools import lru_cache
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,6 +17,7 @@ import numpy as np
 from r3.errors import FormatError, SpecError, TornShardWarning, TraceError
 from r3.spec import RouterSpec
 from r3.storage.codec import CODECS, Buffer
+from r3.storage.files import FileBytes, open_file
 from r3.storage.frames import (
     ENTRY,
     FRAME,
@@ -28,7 +28,7 @@ from r3.storage.frames import (
     read_file_header,
     rollout_key,
 )
-from r3.storage.reader import RECENT, open_file
+from r3.storage.reader import RECENT
 from r3.storage.record import encode_record
 from r3.storage.recovery import recover
 from r3.storage.sharing import SharedPrefixes
@@ -45,7 +45,8 @@ class ShardWriter:
 
     durable: `flush` waits for the disk, so that what it returned for survives a loss of power;
     without it, what `append` returned for survives the end of this process, however it ends.
-    keep_order: store the order of the experts within a row too, at log2(top_k!) bits more.
+    keep_order: store the order of the experts within a row too, at log2(top_k!) bits more; of what
+    this writer appends.
 
     The rows that a trace has in common with the beginning of one appended before are stored once.
     Opening raises SpecError if the file is of other routers, and FormatError, naming the path, if
@@ -61,11 +62,15 @@ class ShardWriter:
         durable: bool = False,
         keep_order: bool = False,
     ) -> None:
-        self.path, self.spec, self.durable = Path(path), spec, durable
+        try:
+            header = pack_file_header(spec, os.urandom(SALT))
+        except FormatError as e:
+            raise SpecError(f"{path}: {spec} cannot be stored: {e}") from None
+        self.path, self.spec, self.durable = Path(path).absolute(), spec, durable
         self._codec = CODECS["enum-ordered" if keep_order else "enum"]
         self._prefixes = SharedPrefixes(self._codec)
         self._mutex = threading.Lock()
-        self.record_at = lru_cache(RECENT)(self._record_at)
+        self._recent: dict[int, StoredRecord] = {}
         self._entries = bytearray()  # ENTRY of every record
         self._by_key: dict[bytes, int] = {}
         self._indexes: list[tuple[int, int]] = []  # frame and first record of each in the chain
@@ -73,24 +78,34 @@ class ShardWriter:
         self._durable = 0  # records that were on the disk at the last commit
         self._synced = True  # whether that is all, and an index at the end says so
         self._since_index = 0  # bytes
+        self._pid = os.getpid()
+        self._broken = ""  # why nothing can be appended any more
+        existed, fresh = self.path.exists(), False
         self._file = open_file(path, "a+")
+        self._bytes = FileBytes(self._file)
         try:
             self._lock()
-            self._end = os.fstat(self._file.fileno()).st_size
+            self._end = self._bytes.size
+            fresh = not existed and not self._end  # and locked: nobody else's
             if self._end:
                 self._resume()
             else:
-                header = pack_file_header(spec, os.urandom(SALT))
                 self._write([header])
                 self._sync()
                 _sync_folder(self.path.parent)
                 self._header = read_file_header(lambda at, n: header[at : at + n], len(header))
         except BaseException:
+            if fresh:
+                self.path.unlink(missing_ok=True)
             self._file.close()
             raise
 
     def __len__(self) -> int:
         return len(self._entries) // ENTRY.itemsize
+
+    def __contains__(self, rollout_id: object) -> bool:
+        """Whether there is a trace of that rollout, given as RolloutId or its text."""
+        return rollout_key(str(rollout_id)) in self._by_key
 
     @property
     def file_size(self) -> int:
@@ -116,6 +131,7 @@ class ShardWriter:
             )
         trace.digest  # noqa: B018  # computed and kept, before other threads have to wait
         with self._mutex:
+            self._check_usable()
             return self._append(trace)
 
     def _append(self, trace: RoutingTrace) -> int:
@@ -132,20 +148,25 @@ class ShardWriter:
             return index
         shared = self._prefixes.find(trace, self)
         pieces = encode_record(trace, self._codec.name, shared)
-        frame, size = self._end, sum(map(len, pieces))
+        frame, size, number = self._end, sum(map(len, pieces)), len(self)
+        entry = make_entry(frame, name, trace.digest)
         self._synced = False
         self._write([self._header.frame(RECORD, frame, size), *pieces])
+        # whoever interrupts this finds the record in the file when it is opened again
+        self._broken = "an append was interrupted"
+        self._entries += entry
+        self._by_key[key] = number
         self._since_index += size
-        self._by_key[key] = len(self)
-        self._entries += make_entry(frame, name, trace.digest)
+        self._broken = ""
         self._prefixes.add(trace, frame, shared)
-        if self._since_index > _INDEX_BYTES or len(self) - self._indexed >= _INDEX_RECORDS:
+        if self._since_index > _INDEX_BYTES or number + 1 - self._indexed >= _INDEX_RECORDS:
             self._write_index()
-        return len(self) - 1
+        return number
 
     def flush(self) -> None:
         """Return when what was appended survives this process; if durable, a loss of power too."""
         with self._mutex:
+            self._check_usable()
             if self.durable and not self._synced:
                 self._commit()
 
@@ -154,10 +175,14 @@ class ShardWriter:
         with self._mutex:
             if self._file.closed:
                 return
+            mine = self._pid == os.getpid()  # a forked process has neither data nor lock to give up
             try:
-                if not self._synced:
+                if mine and not self._synced and not self._broken:
                     self._commit()
             finally:
+                if mine:
+                    with contextlib.suppress(OSError):
+                        fcntl.flock(self._file, fcntl.LOCK_UN)
                 self._file.close()
 
     def __enter__(self) -> Self:
@@ -175,21 +200,21 @@ class ShardWriter:
 
     def read(self, offset: int, size: int) -> Buffer:
         """Bytes of the file. Raises FormatError if they are not there."""
-        data = np.empty(size, np.uint8).data
-        done = 0
-        while done < size:
-            got = os.preadv(self._file.fileno(), [data[done:]], offset + done)
-            if not got:
-                raise FormatError(f"ends at byte {offset + done}, expected {offset + size}")
-            done += got
-        return data
+        return self._bytes.read(offset, size)
 
-    def _record_at(self, frame: int) -> StoredRecord:
+    def record_at(self, frame: int) -> StoredRecord:
         """The record whose frame is at that byte. Raises FormatError if there is none."""
-        marker, size = self._header.parse_frame(bytes(self.read(frame, FRAME.size)), frame)
-        if marker != RECORD or size > self._end - frame - FRAME.size:
-            raise FormatError(f"{size} bytes of {marker!r}, expected a whole record")
-        return StoredRecord(self, frame, frame + FRAME.size, size)
+        record = self._recent.get(frame)
+        if record is None:
+            marker, size = self._header.parse_frame(bytes(self.read(frame, FRAME.size)), frame)
+            if marker != RECORD or size > self._end - frame - FRAME.size:
+                raise FormatError(f"{size} bytes of {marker!r}, expected a whole record")
+            # a proxy, so that a writer nobody has any more gives up its lock at once
+            record = StoredRecord(weakref.proxy(self), frame, frame + FRAME.size, size)
+            if len(self._recent) >= RECENT:
+                self._recent.clear()
+            self._recent[frame] = record
+        return record
 
     # --- indexes
 
@@ -230,8 +255,7 @@ class ShardWriter:
                     f"{self.path} is of {self._header.spec}, expected the routers to write: "
                     f"{self.spec}"
                 )
-            with mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ) as view:
-                found = recover(self, self._header, view)
+            found = recover(self, self._header, self._bytes)
         except FormatError as e:
             raise FormatError(f"{self.path}: {e}") from None
         self._entries, self._indexes = found.entries, found.indexes
@@ -247,13 +271,27 @@ class ShardWriter:
                 stacklevel=4,
             )
             self._file.truncate(self._end)
-            self.record_at.cache_clear()
+            self._recent.clear()
         self._synced = found.synced == len(self) and not found.lost
         if found.lost:  # so that no index names what is lost
             self._commit()
 
+    def _check_usable(self) -> None:
+        if self._file.closed:
+            raise ValueError(f"{self.path}: the writer is closed")
+        if self._pid != os.getpid():
+            raise FormatError(
+                f"{self.path}: opened by process {self._pid}, expected a writer of this process"
+            )
+        if self._broken:
+            raise FormatError(f"{self.path}: {self._broken}; open the file again to go on")
+
     def _sync(self) -> None:
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as e:  # what it lost, a second call would not report
+            self._broken = f"the disk did not take it: {e.strerror}"
+            raise
 
     def _lock(self) -> None:
         try:
@@ -264,6 +302,13 @@ class ShardWriter:
             pass
 
     def _write(self, pieces: list[Buffer]) -> None:
+        end = self._end + sum(map(len, pieces))
+        if self._bytes.size != self._end:
+            raise FormatError(
+                f"{self.path}: {self._bytes.size} bytes, expected {self._end}: something else "
+                "writes to this file, or cut it"
+            )
+        self._broken = "a write was interrupted"
         try:
             rest = [memoryview(piece) for piece in pieces if len(piece)]
             while rest:
@@ -273,12 +318,12 @@ class ShardWriter:
                 if done:
                     rest[0] = rest[0][done:]
         except BaseException:  # a full disk, an interrupt: leave whole records only
-            try:
+            # what is whole stays, since a reader may have seen it
+            if self._bytes.size < end:
                 self._file.truncate(self._end)
-            except (OSError, ValueError):
-                self._file.close()
+                self._broken = ""
             raise
-        self._end += sum(map(len, pieces))
+        self._end, self._broken = end, ""
 
 
 def _sync_folder(path: Path) -> None:

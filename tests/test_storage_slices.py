@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from r3 import RolloutId, RouterSpec, RoutingTrace, TraceError
+from r3 import RolloutId, RouterSpec, RoutingTrace, SpecError, TraceError
 from r3.storage import ShardReader
 from storage_tools import SPEC, assert_slice, expected_slice, full_trace, make_trace, write
 
@@ -103,12 +103,13 @@ def test_every_range_of_a_short_trace(keep_order, tmp_path):
 
 def test_what_cannot_be_sliced(tmp_path):
     with ShardReader(write(tmp_path / "a.r3", [make_trace()])) as reader:
-        with pytest.raises(
-            TraceError, match=r"layer 0, expected one of the MoE layers \(1, 2, 3\)"
-        ):
+        with pytest.raises(SpecError, match=r"layer 0, expected one of the MoE layers \(1, 2, 3\)"):
             reader.slice(0, layers=[1, 0])
-        with pytest.raises(TraceError, match="expected a step of 1"):
-            reader.slice(0, tokens=slice(0, 4, 2))
+        for tokens in (slice(0, 4, 2), 3, range(4)):
+            with pytest.raises(TraceError, match="expected a slice with a step of 1"):
+                reader.slice(0, tokens=tokens)
+        with pytest.raises(TraceError, match="run/group/sample/turn/attempt"):
+            reader.slice("run/7")
         with pytest.raises(KeyError, match="run/7/0/0/0"):
             reader.slice("run/7/0/0/0")
         with pytest.raises(KeyError, match="run/7/0/0/0"):

@@ -171,6 +171,37 @@ def test_merge_refuses_and_leaves_nothing(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1.r3", "2.r3", "3.r3"]
 
 
+def test_a_torn_file_is_merged_only_to_salvage(tmp_path):
+    path = write(tmp_path / "a.r3", group())
+    os.truncate(path, frames(path)[-1] + 100)
+    with pytest.raises(FormatError, match=r"a\.r3: 100 bytes from byte"):
+        merge(tmp_path / "out.r3", [path])
+    (tmp_path / "foreign.r3").write_bytes(b"foreign")
+    merged = merge(tmp_path / "out.r3", [tmp_path / "foreign.r3", path], salvage=True)
+    assert merged.records == 5
+    assert [Path(file).name for file, _ in merged.losses] == ["foreign.r3", "a.r3"]
+    with pytest.raises(FormatError, match="at least one sound file"):
+        merge(tmp_path / "none.r3", [tmp_path / "foreign.r3"], salvage=True)
+
+
+def test_what_recovery_dropped_is_no_loss(tmp_path):
+    """A record that was not on the disk when the power went, with a whole one behind it."""
+    path, traces = tmp_path / "a.r3", group()
+    with ShardWriter(path, SPEC) as writer:
+        for trace in traces:
+            writer.append(trace)
+        data = bytearray(path.read_bytes())  # as it is before anything was synced
+        places = writer.entries["frame"].tolist()
+    data[places[1] + 30 : places[2]] = bytes(places[2] - places[1] - 30)
+    path.write_bytes(data)
+    with pytest.warns(r3.TornShardWarning, match=f"record at byte {places[1]}"):
+        ShardWriter(path, SPEC).close()
+    found = verify(path)
+    assert (found.ok, found.closed, found.records, found.dropped) == (True, True, 5, 1)
+    with ShardReader(path) as reader:
+        assert [t.digest for t in reader] == [t.digest for t in traces[:1] + traces[2:]]
+
+
 def test_salvage(tmp_path):
     path = write(tmp_path / "a.r3", group())
     damage(path, frames(path)[1] + 40)
@@ -185,7 +216,7 @@ def test_commands(tmp_path):
     path = write(tmp_path / "a.r3", group())
     done = command("verify", path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "6 whole records" in done.stdout
+    assert "records 6, tokens" in done.stdout
     damage(path, frames(path)[1] + 40)
     done = command("verify", path, "--json")
     [found] = json.loads(done.stdout)
@@ -196,10 +227,16 @@ def test_commands(tmp_path):
     assert str(path) in done.stderr
     done = command("merge", "--salvage", tmp_path / "out.r3", path)
     assert done.returncode == 1
-    assert "5 records" in done.stdout
+    assert "records 5, files 1, repeats 0, losses 1" in done.stdout
     assert command("inspect", tmp_path / "out.r3").returncode == 0
-    done = command("verify", tmp_path / "absent.r3")
-    assert (done.returncode, done.stdout) == (2, "")
+    done = command("verify", tmp_path / "absent.r3", path)  # the one does not hide the other
+    assert (done.returncode, done.stderr.count("absent.r3")) == (2, 1)
+    assert "losses 1" in done.stdout
+    for out in (".", tmp_path / "absent" / "out.r3"):
+        done = command("merge", out, tmp_path / "out.r3")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    closed = ["sh", "-c", f"{sys.executable} -m r3.cli verify {tmp_path}/out.r3 >&-"]
+    assert subprocess.run(closed, capture_output=True).stderr == b""
     assert command("verify").returncode == 2
 
 
@@ -231,6 +268,9 @@ def test_rotation_refuses_other_routers_in_earlier_files(tmp_path):
             writer.append(make_trace(seed=i))
     with pytest.raises(SpecError, match=r"a-00000\.r3"):
         RotatingWriter(tmp_path / "a.r3", SPECS[1], max_bytes=1)
+    (tmp_path / "a-00009.r3").touch()  # the disk was full when it was made
+    assert [p.name for p in shard_paths(tmp_path / "a.r3")] == [f"a-0000{i}.r3" for i in range(3)]
+    (tmp_path / "a-00009.r3").unlink()
     (tmp_path / "a-00000.r3").unlink()  # moved elsewhere: the others go on
     with RotatingWriter(tmp_path / "a.r3", SPEC, max_bytes=1) as writer:
         assert writer.append(make_trace(seed=5))[0].name == "a-00003.r3"

@@ -84,24 +84,35 @@ def inspect(file: Path, as_json: bool) -> None:
 @click.argument("files", type=_PATH, nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="print JSON")
 def verify(files: tuple[Path, ...], as_json: bool) -> None:
-    """Read all of each .r3 FILE and say what is lost. Exit code 1 if anything is."""
+    """Read all of each .r3 FILE and say what is lost. Exit code 1 if anything is.
+
+    2 if a FILE is no .r3 file at all, or its first bytes are damaged.
+    """
     from dataclasses import asdict
 
     from r3.storage import verify as verify_file
 
-    found = [verify_file(file) for file in files]
+    found, errors = [], []
+    for file in files:
+        try:
+            found.append(verify_file(file))
+        except R3Error as e:
+            errors.append(str(e))
     if as_json:
         click.echo(json.dumps([asdict(f) | {"ok": f.ok} for f in found], indent=2))
     for f in () if as_json else found:
         click.echo(
-            f"{_plain(f.path)}: {f.records:,} whole records, {f.tokens:,} tokens, "
-            f"{f.file_bytes:,} bytes; {len(f.losses):,} losses"
+            f"{_plain(f.path)}: records {f.records:,}, tokens {f.tokens:,}, bytes "
+            f"{f.file_bytes:,}, losses {len(f.losses):,}"
+            + (f", dropped after a crash {f.dropped:,}" if f.dropped else "")
             + ("" if f.closed else "; not closed by its writer, or still being written")
         )
         for loss in f.losses:
             click.echo(_plain(f"  bytes {loss.start:,} to {loss.stop:,}: {loss.reason}"))
     sys.stdout.flush()
-    sys.exit(0 if all(f.ok for f in found) else 1)
+    for error in errors:
+        _show_warning(error)
+    sys.exit(2 if errors else 0 if all(f.ok for f in found) else 1)
 
 
 @app.command()
@@ -117,8 +128,8 @@ def merge(out: Path, files: tuple[Path, ...], salvage: bool) -> None:
 
     merged = merge_files(out, files, salvage=salvage)
     click.echo(
-        f"{_plain(str(out))}: {merged.records:,} records from {len(files):,} files; "
-        f"{merged.repeats:,} repeats, {len(merged.losses):,} losses"
+        f"{_plain(str(out))}: records {merged.records:,}, files {len(files):,}, repeats "
+        f"{merged.repeats:,}, losses {len(merged.losses):,}"
     )
     for path, loss in merged.losses:
         click.echo(_plain(f"  {path}: bytes {loss.start:,} to {loss.stop:,}: {loss.reason}"))
@@ -179,6 +190,8 @@ def _settings(pairs: tuple[str, ...]) -> dict[str, Any]:
 def main() -> None:
     """Console script `r3`."""
     warnings.showwarning = _show_warning
+    if sys.stdout is None:  # closed by whoever started this
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         app(standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as e:
@@ -195,12 +208,13 @@ def main() -> None:
     except BrokenPipeError:  # `r3 inspect ... | head`
         os._exit(1)
     except OSError as e:
-        print(f"r3: {e.strerror}", file=sys.stderr)
+        name = f"{_plain(str(e.filename))}: " if e.filename else ""
+        print(f"r3: {name}{e.strerror}", file=sys.stderr)
         os._exit(1)  # nothing is left to be flushed into a stream that does not take it
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:
-    print(f"r3: warning: {_plain(' '.join(str(message).split()))}", file=sys.stderr)
+    print(f"r3: {_plain(' '.join(str(message).split()))}", file=sys.stderr)
 
 
 def _fail(text: str, code: int) -> None:
