@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -111,7 +111,7 @@ def verify(files: tuple[Path, ...], as_json: bool) -> None:
             click.echo(_plain(f"  bytes {loss.start:,} to {loss.stop:,}: {loss.reason}"))
     sys.stdout.flush()
     for error in errors:
-        _show_warning(error)
+        _say(error)
     sys.exit(2 if errors else 0 if all(f.ok for f in found) else 1)
 
 
@@ -213,12 +213,23 @@ def main() -> None:
         os._exit(1)  # nothing is left to be flushed into a stream that does not take it
 
 
-def _show_warning(message: Warning | str, *_: Any) -> None:
-    print(f"r3: {_plain(' '.join(str(message).split()))}", file=sys.stderr)
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    _say(str(message))
+
+
+def _say(text: str) -> None:
+    print(f"r3: {_plain(' '.join(text.split()))}", file=sys.stderr)
 
 
 def _fail(text: str, code: int) -> None:
-    print(f"r3: {_plain(' '.join(text.split()))}", file=sys.stderr)
+    _say(text)
     sys.exit(code)
 
 
