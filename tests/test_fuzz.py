@@ -34,7 +34,13 @@ def passed(report: Report) -> None:
     assert report.inputs
 
 
-@pytest.mark.parametrize("name", runner.campaigns())
+SLOW = ("power", "files", "kills", "bits")  # some seconds each
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in runner.campaigns()],
+)
 def test_sample(name: str) -> None:
     campaign = runner.campaigns()[name]
     passed(runner.run_campaign(campaign, 0, SAMPLES[name] / campaign.inputs, processes=1))

@@ -115,6 +115,7 @@ def test_random_tail(tmp_path, data):
     assert read_all(path) == []
 
 
+@pytest.mark.slow
 def test_a_flip_in_any_byte(tmp_path):
     """It is found, or it is in an index, without which the traces are there as well."""
     path = tmp_path / "a.r3"

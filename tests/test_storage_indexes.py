@@ -93,6 +93,7 @@ def test_an_index_says_on_disk_only_after_it_is(tmp_path, monkeypatch):
     assert calls == ["R3rc", "R3rc", "s", "R3ix", "s"]
 
 
+@pytest.mark.slow
 def test_thousands_of_records(tmp_path):
     path, n = tmp_path / "a.r3", 5200
     traces = [tiny(i) for i in range(n)]

@@ -212,6 +212,7 @@ def test_salvage(tmp_path):
     assert verify(tmp_path / "out.r3").ok
 
 
+@pytest.mark.slow
 def test_commands(tmp_path):
     path = write(tmp_path / "a.r3", group())
     done = command("verify", path)
