@@ -242,7 +242,7 @@ def _sort(ids: np.ndarray) -> np.ndarray:
     if ids.dtype.itemsize > 2:
         return np.sort(ids, axis=-1)
     planes = np.array(ids.reshape(-1, ids.shape[-1]).T, order="C")  # never a view
-    for a, b in _network(ids.shape[-1]):
+    for a, b in sorting_network(ids.shape[-1]):
         low = np.minimum(planes[a], planes[b])
         np.maximum(planes[a], planes[b], out=planes[b])
         planes[a] = low
@@ -250,7 +250,7 @@ def _sort(ids: np.ndarray) -> np.ndarray:
 
 
 @lru_cache
-def _network(n: int) -> tuple[tuple[int, int], ...]:
+def sorting_network(n: int) -> tuple[tuple[int, int], ...]:
     """Pairs to compare, in order, so that n numbers are sorted (Batcher's odd-even merge)."""
     powers = [1 << i for i in range((n - 1).bit_length())]
     return tuple(

@@ -13,6 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from r3.checks import sorting_network
 from r3.errors import FormatError
 from r3.storage import loops
 from r3.storage.enumeration import OrderCode, Packing, SetCode, no_such_rank
@@ -41,7 +42,7 @@ class Tables:
         self.binomials = np.ascontiguousarray(values.transpose(0, 2, 1))
         self.need = np.array([max(1, -(-int(r[-2]).bit_length() // 64)) for r in rows], np.int64)
         self.need[-1] = limbs  # ranks of whole sets go on behind the last binomial
-        self.swaps = sorting_network(code.top_k)
+        self.swaps = np.array(sorting_network(code.top_k), np.intp).reshape(-1, 2)
         leading = keys(values)
         top = int(leading.max()) + 1
         self.guess = np.empty((code.top_k, top), np.int32)
@@ -59,22 +60,6 @@ class Tables:
 @lru_cache(maxsize=16)
 def tables(code: SetCode) -> Tables:
     return Tables(code)
-
-
-def sorting_network(n: int) -> np.ndarray:
-    """Comparators, intp [m, 2], that sort n values (Batcher's odd-even merge sort)."""
-    swaps = []
-    p = 1
-    while p < n:
-        k = p
-        while k >= 1:
-            for j in range(k % p, n - k, 2 * k):
-                for i in range(min(k, n - j - k)):
-                    if (i + j) // (2 * p) == (i + j + k) // (2 * p):
-                        swaps.append((i + j, i + j + k))
-            k //= 2
-        p *= 2
-    return np.array(swaps, np.intp).reshape(-1, 2)
 
 
 def encode_sets(code: SetCode, ids: np.ndarray, out: np.ndarray) -> None:
