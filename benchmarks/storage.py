@@ -7,6 +7,8 @@ the record's header and its checksums. Times are the best of several rounds in w
 
     python benchmarks/storage.py [--json] [--quick] [--routing FILE:NUM_EXPERTS[:FIRST_ROW]]
 
+Takes about six minutes, most of them for a file of a million records; --quick half a minute.
+
 --routing takes recorded routing too: an .npy, or an .npz with `experts`, [tokens, layers, top_k].
 """
 
@@ -338,8 +340,12 @@ def large_file(folder: Path, rng: np.random.Generator, tokens: int) -> dict[str,
 
 
 def measure(quick: bool, routing: tuple[str, ...]) -> dict[str, Any]:
+    def say(what: str) -> None:
+        click.echo(f"{what} ...", err=True)
+
     rng = np.random.default_rng(0)
     rounds = 5 if quick else 15
+    say("codecs")
     result: dict[str, Any] = {"codec": []}
     spec = spec_of(*MAIN)
     ids = uniform_sets(rng, spec, 32768)  # first, since so many ids make the codec load numba
@@ -351,13 +357,16 @@ def measure(quick: bool, routing: tuple[str, ...]) -> dict[str, Any]:
     for text in routing:
         name, recorded_ids, recorded_spec = recorded(text)
         result["codec"].append(codec_entry(name, recorded_ids, recorded_spec, rounds))
+    say("other packers")
     result["peers"] = peers(ids[:8192] if quick else ids, rounds)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        say("files")
         result["slice_fraction"] = slice_fraction(folder, rng)
         result["shared_group_ratio"] = group_ratio(folder, rng, 0)
         result["shared_group_ratio_2_percent_differ"] = group_ratio(folder, rng, 0.02)
         result["large_file"] = large_file(folder, rng, 100_000 if quick else 1_000_000)
+        say("many records")
         result["many_records"] = many_records(folder, rng, 20_000 if quick else 1_000_000)
     return result
 
