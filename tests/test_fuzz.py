@@ -47,6 +47,7 @@ def test_sample(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_kernels_stay_within_bounds() -> None:
     passed(runner.run_checked(seed=0, scale=0.05))
 

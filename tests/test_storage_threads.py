@@ -282,6 +282,7 @@ def test_numba_that_cannot_be_imported(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_broken_cache_of_compiled_code(tmp_path):
     script = (
         "import numpy as np; from r3.storage import kernels; from r3.storage.enumeration import "
