@@ -157,7 +157,7 @@ def test_demo_leaves_a_folder_of_somebody_else_alone(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
 def test_demo_shows_disagreement_and_removes_it(seed, tmp_path):
     done = r3_command("demo", "--out", tmp_path, "--seed", seed)
     assert done.returncode == 0, done.stderr

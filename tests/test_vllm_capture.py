@@ -59,7 +59,9 @@ def test_plugin_is_registered():
     assert ours.value == "r3.engine_hooks.vllm_plugin:register"
 
 
-@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+@pytest.mark.parametrize(
+    "mode", ["processed_logprobs", pytest.param("raw_logprobs", marks=pytest.mark.full)]
+)
 def test_logprobs_are_those_sampled_from(mode, model_dir, run_engine):
     """Against Hugging Face logits with temperature and top-p applied by hand."""
     import torch
