@@ -149,21 +149,24 @@ def test_ranks_and_padding_that_do_not_exist():
 
 
 def test_without_numba(monkeypatch):
+    ids = random_rows(128, 8, 4096, 0)
+    expected = by_kernels(SetCode.of(128, 8), ids)
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.delitem(sys.modules, "r3.storage.kernels")
     monkeypatch.setattr(codec, "_coded", 1 << 40)
     monkeypatch.setattr(codec, "_loaded", None)
+    monkeypatch.setattr(codec, "_unusable", False)
     spec, chunk = RouterSpec(128, 8, (0,), 1), codec.find_codec("enum")
-    ids = random_rows(128, 8, 4096, 0)
     out = np.zeros(chunk.size(4096, spec), np.uint8)
     chunk.encode(ids, spec, out)
-    assert out.tobytes() == by_kernels(SetCode.of(128, 8), ids)
+    assert out.tobytes() == expected
     found = np.empty_like(ids)
     chunk.decode(out, spec, found)
     np.testing.assert_array_equal(found, np.sort(ids, axis=-1))
     assert "r3.storage.kernels" not in sys.modules
 
 
+@pytest.mark.slow
 def test_a_few_traces_do_not_load_numba_and_many_do(tmp_path):
     spec = RouterSpec(128, 8, tuple(range(48)), 48)
     path = write(tmp_path / "a.r3", [make_trace(spec, 500, i) for i in range(3)])

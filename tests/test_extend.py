@@ -67,6 +67,7 @@ def conversations(draw: st.DrawFn) -> list[RoutingTrace]:
     return requests
 
 
+@pytest.mark.slow
 @given(requests=conversations())
 @settings(max_examples=300, deadline=None)
 def test_each_value_comes_from_where_it_should(requests):

@@ -34,7 +34,7 @@ def passed(report: Report) -> None:
     assert report.inputs
 
 
-SLOW = ("power", "files", "kills", "bits")  # some seconds each
+SLOW = ("power", "files", "kills", "bits", "cuts", "bytes")  # some seconds each
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def assert_all(path: Path, traces: list[RoutingTrace], keep_order: bool = False)
 # --- what it saves
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("differ", "most"), [(0.0, 0.55), (0.02, 0.62)])
 def test_a_group_of_rollouts(differ, most, tmp_path):
     """16 answers of 1,000 tokens to a prompt of 1,000, against 16 files."""
@@ -208,6 +209,7 @@ def families(draw: st.DrawFn) -> tuple[list[RoutingTrace], bool]:
     return traces, draw(st.booleans())
 
 
+@pytest.mark.slow
 @given(families(), st.data())
 @settings(
     deadline=None,

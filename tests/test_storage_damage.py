@@ -143,6 +143,7 @@ def test_a_flip_in_any_byte(tmp_path):
                 assert_same(one, trace)
 
 
+@pytest.mark.slow
 def test_a_cut_at_any_byte(tmp_path):
     """What is whole in front of it is read, and a writer goes on there."""
     path = tmp_path / "a.r3"

@@ -151,6 +151,7 @@ def start(path: Path, count: int, end: str) -> subprocess.Popen[str]:
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed(tmp_path):
     path = tmp_path / "a.r3"
     with start(path, 100_000, "") as process:
