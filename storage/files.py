@@ -9,6 +9,8 @@ import os
 import stat
 from io import FileIO
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 
@@ -31,6 +33,24 @@ def open_file(path: str | os.PathLike[str], mode: str) -> FileIO:
             raise
         reason = e.strerror if isinstance(e, OSError) else e
         raise FormatError(f"{path}: cannot be opened as a .r3 file: {reason}") from None
+
+
+class Closing:
+    """Closes at the end of a `with` block."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 class FileBytes:

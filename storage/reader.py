@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar, overload
+from typing import TypeVar, overload
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from r3.errors import FormatError, TornShardWarning
 from r3.identity import RolloutId
 from r3.spec import RouterSpec
 from r3.storage.codec import Buffer
-from r3.storage.files import FileBytes, open_file
+from r3.storage.files import Closing, FileBytes, open_file
 from r3.storage.frames import (
     ENTRY,
     FRAME,
@@ -58,7 +57,7 @@ class _Known:
         return keys[order], order
 
 
-class ShardReader:
+class ShardReader(Closing):
     """A shard file as a sequence of traces.
 
     Opening reads the file header, the indexes and what was appended behind the last of them; it
@@ -259,17 +258,6 @@ class ShardReader:
     def __reduce__(self) -> tuple:
         # for the workers of a data loader: the file is opened again where it arrives
         return type(self), (self.path.absolute(),)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # --- what records ask for
 

@@ -6,13 +6,12 @@ import os
 import re
 import threading
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from r3.errors import SpecError, TraceError
 from r3.spec import RouterSpec
+from r3.storage.files import Closing
 from r3.storage.frames import rollout_key
 from r3.storage.reader import ShardReader
 from r3.storage.writer import ShardWriter
@@ -31,7 +30,7 @@ def shard_paths(path: str | os.PathLike[str]) -> list[Path]:
     return [p for _, p in ordered if p.stat().st_size]
 
 
-class RotatingWriter:
+class RotatingWriter(Closing):
     """ShardWriters in a row: a new file begins when the last has reached max_bytes, or gone beyond
     it with its last record.
 
@@ -100,17 +99,6 @@ class RotatingWriter:
         with self._mutex:
             self._closed = True
             self._writer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _open(self, number: int) -> ShardWriter:
         name = f"{self.path.stem}-{number:05}{self.path.suffix}"

@@ -9,15 +9,13 @@ import threading
 import warnings
 import weakref
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from r3.errors import FormatError, SpecError, TornShardWarning, TraceError
 from r3.spec import RouterSpec
 from r3.storage.codec import CODECS, Buffer
-from r3.storage.files import FileBytes, open_file
+from r3.storage.files import Closing, FileBytes, open_file
 from r3.storage.frames import (
     ENTRY,
     FRAME,
@@ -40,7 +38,7 @@ _INDEX_RECORDS, _INDEX_BYTES = 4096, 64 << 20
 _MAX_ENTRIES = 1 << 16  # of one index
 
 
-class ShardWriter:
+class ShardWriter(Closing):
     """Appends traces to a shard file; creates it, or goes on where an earlier writer ended.
 
     durable: `flush` waits for the disk, so that what it returned for survives a loss of power;
@@ -184,17 +182,6 @@ class ShardWriter:
                     with contextlib.suppress(OSError):
                         fcntl.flock(self._file, fcntl.LOCK_UN)
                 self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # --- what records that share rows ask for
 
