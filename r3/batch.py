@@ -14,13 +14,11 @@ from itertools import pairwise
 import numpy as np
 
 from r3.checks import check_distinct, check_shape_and_range
+from r3.columns import ROUNDING
 from r3.errors import TraceError
 from r3.identity import RolloutId
 from r3.spec import RouterSpec
 from r3.trace import RoutingTrace
-
-# of a log-probability above 0, as r3.columns allows it for traces
-_ROUNDING = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +151,7 @@ class RoutingBatch:
         logprobs, versions = self.logprobs[rows], self.weight_versions[rows]
         # which tokens behind the prompt were sampled is not known here: replies are not
         sampled = (np.arange(len(logprobs)) >= prompt_len) & np.isfinite(logprobs)
-        wrong = ~np.isnan(logprobs) & ~(sampled & (logprobs <= _ROUNDING))
+        wrong = ~np.isnan(logprobs) & ~(sampled & (logprobs <= ROUNDING))
         if wrong.any():
             at = int(wrong.argmax())
             expected = "NaN or a finite number of at most 0" if at >= prompt_len else "NaN"

@@ -16,7 +16,7 @@ ALIGNMENTS = ("token", "row", "rollout")
 PROMPT, ANSWER, REPLY = 0, 1, 2
 
 # a probability of 1 may come out of float32 or bfloat16 arithmetic as slightly more
-_ROUNDING = 1e-2
+ROUNDING = 1e-2
 
 # known columns: alignment, dtypes, number of axes
 _KNOWN: dict[str, tuple[str, tuple[str, ...], int]] = {
@@ -179,7 +179,7 @@ def _check_segments(values: np.ndarray, prompt_len: int, where: str) -> None:
 
 def _check_logprobs(values: np.ndarray, sampled: np.ndarray, prompt_len: int, where: str) -> None:
     with np.errstate(invalid="ignore"):
-        good = np.where(sampled, np.isfinite(values) & (values <= _ROUNDING), np.isnan(values))
+        good = np.where(sampled, np.isfinite(values) & (values <= ROUNDING), np.isnan(values))
     if not good.all():
         at = int((~good).argmax())
         expected = f"NaN in {'the prompt' if at < prompt_len else 'a reply'}"

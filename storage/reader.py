@@ -7,7 +7,6 @@ import operator
 import os
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +23,6 @@ from r3.storage.files import Closing, FileBytes, open_file
 from r3.storage.frames import (
     ENTRY,
     FRAME,
-    RECORD,
     FileHeader,
     find_indexes,
     make_entry,
@@ -33,11 +31,10 @@ from r3.storage.frames import (
     scan,
 )
 from r3.storage.record import RecordHeader
-from r3.storage.stored import RoutingSlice, StoredRecord
+from r3.storage.stored import RecentRecords, RoutingSlice, StoredRecord
 from r3.trace import RoutingTrace
 
 T = TypeVar("T")
-RECENT = 512  # records whose headers are kept; more than one record can share rows of
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +74,7 @@ class ShardReader(Closing):
         self.torn: str | None = None
         self._file = open_file(path, "r")
         self._bytes = FileBytes(self._file)
-        self._recent: dict[int, StoredRecord] = {}
+        self._recent = RecentRecords(self)
         self._mutex = threading.Lock()
         self._known = _Known(np.empty(0, ENTRY), 0, memoryview(b""))
         self._room = self._known.entries  # what the entries are the beginning of
@@ -272,17 +269,7 @@ class ShardReader(Closing):
 
     def record_at(self, frame: int) -> StoredRecord:
         """The record whose frame is at that byte. Raises FormatError if there is none."""
-        record = self._recent.get(frame)
-        if record is None:
-            marker, size = self.file_header.parse_frame(bytes(self.read(frame, FRAME.size)), frame)
-            if marker != RECORD or size > self.file_size - frame - FRAME.size:
-                raise FormatError(f"{size} bytes of {marker!r}, expected a whole record")
-            # a proxy, so that a reader nobody has any more closes its file at once
-            record = StoredRecord(weakref.proxy(self), frame, frame + FRAME.size, size)
-            if len(self._recent) >= RECENT:
-                self._recent.clear()
-            self._recent[frame] = record
-        return record
+        return self._recent.at(frame, self.file_header, self.file_size)
 
     def _locate(self, index: int) -> int:
         found = operator.index(index)

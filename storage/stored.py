@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +16,11 @@ from r3.errors import FormatError, SpecError, TraceError
 from r3.identity import RolloutId
 from r3.spec import RouterSpec
 from r3.storage.codec import Buffer, decode_column
+from r3.storage.frames import FRAME, RECORD, FileHeader
 from r3.storage.record import EXPERTS, ColumnHeader, RecordHeader, read_header
 from r3.trace import RoutingTrace
+
+_RECENT = 512  # records that are kept; more than one record can share rows of
 
 
 class Records(Protocol):
@@ -235,3 +239,32 @@ class StoredRecord:
 
     def _read_experts(self, offset: int, size: int) -> Buffer:
         return self._read(self.experts.offset + offset, size)
+
+
+class RecentRecords:
+    """The records of a file that were asked for last, so that their headers are read once."""
+
+    def __init__(self, file: Records) -> None:
+        # a proxy, so that a file nobody has any more is closed at once, and gives up its lock
+        self._file: Records = weakref.proxy(file)
+        self._records: dict[int, StoredRecord] = {}
+
+    def at(self, frame: int, header: FileHeader, end: int) -> StoredRecord:
+        """The record whose frame is at that byte, in a file that ends at `end`.
+
+        Raises FormatError if there is none.
+        """
+        record = self._records.get(frame)
+        if record is None:
+            data = bytes(self._file.read(frame, FRAME.size))
+            marker, size = header.parse_frame(data, frame)
+            if marker != RECORD or size > end - frame - FRAME.size:
+                raise FormatError(f"{size} bytes of {marker!r}, expected a whole record")
+            record = StoredRecord(self._file, frame, frame + FRAME.size, size)
+            if len(self._records) >= _RECENT:
+                self._records.clear()
+            self._records[frame] = record
+        return record
+
+    def clear(self) -> None:
+        self._records.clear()

@@ -7,7 +7,6 @@ import fcntl
 import os
 import threading
 import warnings
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from r3.storage.codec import CODECS, Buffer
 from r3.storage.files import Closing, FileBytes, open_file
 from r3.storage.frames import (
     ENTRY,
-    FRAME,
     RECORD,
     SALT,
     make_entry,
@@ -26,11 +24,10 @@ from r3.storage.frames import (
     read_file_header,
     rollout_key,
 )
-from r3.storage.reader import RECENT
 from r3.storage.record import encode_record
 from r3.storage.recovery import recover
 from r3.storage.sharing import SharedPrefixes
-from r3.storage.stored import StoredRecord
+from r3.storage.stored import RecentRecords, StoredRecord
 from r3.trace import RoutingTrace
 
 # an index is written after so many records or bytes, so that readers find records fast
@@ -68,7 +65,7 @@ class ShardWriter(Closing):
         self._codec = CODECS["enum-ordered" if keep_order else "enum"]
         self._prefixes = SharedPrefixes(self._codec)
         self._mutex = threading.Lock()
-        self._recent: dict[int, StoredRecord] = {}
+        self._recent = RecentRecords(self)
         self._entries = bytearray()  # ENTRY of every record
         self._by_key: dict[bytes, int] = {}
         self._indexes: list[tuple[int, int]] = []  # frame and first record of each in the chain
@@ -191,17 +188,7 @@ class ShardWriter(Closing):
 
     def record_at(self, frame: int) -> StoredRecord:
         """The record whose frame is at that byte. Raises FormatError if there is none."""
-        record = self._recent.get(frame)
-        if record is None:
-            marker, size = self._header.parse_frame(bytes(self.read(frame, FRAME.size)), frame)
-            if marker != RECORD or size > self._end - frame - FRAME.size:
-                raise FormatError(f"{size} bytes of {marker!r}, expected a whole record")
-            # a proxy, so that a writer nobody has any more gives up its lock at once
-            record = StoredRecord(weakref.proxy(self), frame, frame + FRAME.size, size)
-            if len(self._recent) >= RECENT:
-                self._recent.clear()
-            self._recent[frame] = record
-        return record
+        return self._recent.at(frame, self._header, self._end)
 
     # --- indexes
 
