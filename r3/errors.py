@@ -45,5 +45,9 @@ class TornShardWarning(UserWarning):
     """A shard file ends within a record: its writer is at work, or died; what is whole is read."""
 
 
+class StaleRoutingWarning(UserWarning):
+    """Rows older than `max_weight_lag` allows are replayed all the same, as was asked for."""
+
+
 class RawLogprobsWarning(UserWarning):
     """The engine reported log-probabilities other than those it sampled from."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +41,34 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
             pytest.fail(f"{e}\n{log.read_text(errors='replace')[-4000:]}", pytrace=False)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[None]:
+    """Megatron-core on one CPU rank."""
+    import torch
+
+    from r3.trainer_hooks.megatron_cpu import shim
+
+    shim.init_single_process()
+    shim.init_single_process()  # repeating it is safe
+    yield
+    shim.destroy()
+    assert torch.cuda.current_device.__module__ == "torch.cuda"
+
+
+@pytest.fixture(scope="module")
+def shared_model(megatron: None) -> Any:
+    """A model that tests only read; each test attaches and detaches."""
+    from megatron_tools import make_model
+
+    return make_model()
+
+
+@pytest.fixture
+def model(shared_model: Any) -> Iterator[Any]:
+    from megatron_tools import routers_of
+
+    yield shared_model
+    assert all(r.router_replay is None for r in routers_of(shared_model))
+    shared_model.zero_grad()

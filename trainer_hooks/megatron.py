@@ -7,22 +7,29 @@ g_i = I_i exp(s_i) / sum_j I_j exp(s_j) for softmax after top-k, with s the trai
 the recorded set (Ma et al. 2025, arXiv 2510.11370, section 3). So the router keeps its gradient,
 also where a recorded expert is outside the native top-k.
 
-One model-parallel rank, without recomputation, so far; `megatron_routers` refuses the rest.
+What happens to which row is decided in `binding`, which rows a rank sees in `layout`, how
+recomputation finds its microbatch in `megatron_recompute`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-
-import numpy as np
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
 
 from r3.batch import RoutingBatch
 from r3.errors import MissingDependencyError, ReplayError, SpecError
-from r3.trainer_hooks.layout import check_batch, view_of
-from r3.trainer_hooks.megatron_report import LayerCounts, ReplayReport
-from r3.trainer_hooks.megatron_routers import check_settings, find_embeddings, find_routers
+from r3.identity import RolloutId
+from r3.trainer_hooks import megatron_recompute
+from r3.trainer_hooks.binding import Limits, bind
+from r3.trainer_hooks.layout import RankPlace, check_batch, view_of
+from r3.trainer_hooks.megatron_report import LayerCounts, ReplayReport, RolloutCounts
+from r3.trainer_hooks.megatron_routers import (
+    check_settings,
+    find_chunks,
+    merged_routers,
+    place_of,
+)
 
 try:
     import torch
@@ -31,39 +38,12 @@ except ImportError as e:
         "torch is not installed: pip install 'rollout-routing-replay[megatron]'"
     ) from e
 
+from r3.trainer_hooks.megatron_microbatch import Ask, Counters, Microbatch, TopK
+from r3.trainer_hooks.megatron_native import NativeRouting, check_outside
 
-class _Microbatch:
-    """The routing that the routers are to use during one forward pass.
 
-    experts: [MoE layers, rows, top_k], uint8 or int32, zeros where not replayed; widened layer by
-    layer when used, as int64 for all layers would take eight times the memory. replayed: bool
-    [rows], None when all are. Both move to the scores' device on first use.
-    """
-
-    def __init__(self, batch: RoutingBatch, index: np.ndarray, input_ids: torch.Tensor) -> None:
-        replayed = (index >= 0) & batch.valid[index]
-        is_last = np.zeros(batch.num_tokens, bool)
-        is_last[batch.cu_seqlens[1:] - 1] = True
-        self.rows, self.input_ids = len(index), input_ids
-        self.rows_replayed = int(replayed.sum())
-        self.rows_missing = int(((index >= 0) & ~replayed & ~is_last[index]).sum())
-        experts = np.where(replayed[:, None, None], batch.routed_experts[index], 0)
-        # torch lacks most operations for uint16
-        dtype = np.uint8 if batch.spec.num_experts <= 256 else np.int32
-        self._experts = torch.from_numpy(
-            np.ascontiguousarray(experts.transpose(1, 0, 2), dtype=dtype)
-        )
-        self._replayed = None if replayed.all() else torch.from_numpy(replayed)
-        self._row_of = {layer: i for i, layer in enumerate(batch.spec.moe_layers)}
-        self.called: set[int] = set()
-
-    def table(self, layer: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Expert ids int64 [rows, top_k] of a decoder layer, and bool [rows, 1] or None."""
-        if self._experts.device != device:
-            self._experts = self._experts.to(device)
-            self._replayed = None if self._replayed is None else self._replayed.to(device)
-        mask = None if self._replayed is None else self._replayed[:, None]
-        return self._experts[self._row_of[layer]].long(), mask
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class _LayerReplay:
@@ -77,21 +57,10 @@ class _LayerReplay:
 
     def __init__(self, owner: MegatronReplay, layer: int) -> None:
         self._owner, self._layer = owner, layer
-        self.clear()
+        self.counters = Counters()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
-
-    def clear(self) -> None:
-        self._rows_replayed = self._rows_missing = 0
-        # tensors on the device once something was counted, so that counting never synchronises
-        self._cells: torch.Tensor | int = 0
-        self._experts: torch.Tensor | int = 0
-
-    def counts(self) -> LayerCounts:
-        return LayerCounts(
-            self._rows_replayed, self._rows_missing, int(self._cells), int(self._experts)
-        )
 
     def get_replay_topk(
         self,
@@ -99,80 +68,104 @@ class _LayerReplay:
         topk: int,
         num_groups: int | None,
         group_topk: int | None,
-        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        default_compute_topk: TopK,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values [rows, topk] and expert ids int64 [rows, topk] for `scores` [rows, experts].
+        """Values [rows, topk] and expert ids int64 [rows, topk] for `scores` [rows, experts]."""
+        ask = Ask(scores, topk, num_groups, group_topk, default_compute_topk)
+        return self._owner._answer(self._layer, ask, self.counters)
 
-        scores are logits, softmax or sigmoid scores, or biased sigmoid scores, of which Megatron
-        then uses only the ids; whichever it is, gathering them does what its own top-k does.
-        """
-        if torch._C._current_graph_task_id() != -1:
-            raise ReplayError(
-                f"layer {self._layer}: the router ran during the backward pass, expected forward "
-                "passes only: recomputing activations under replay is not supported yet"
-            )
-        current = self._owner._current
-        if current is None:
-            return default_compute_topk(scores, topk, num_groups, group_topk)
-        if self._layer in current.called:
-            raise ReplayError(
-                f"layer {self._layer}: second forward pass in one microbatch(), expected one"
-            )
-        if scores.shape[0] != current.rows:
-            raise ReplayError(
-                f"layer {self._layer}: the router sees {scores.shape[0]} rows, expected "
-                f"{current.rows}, one for each of the input_ids given to microbatch()"
-            )
-        ids, replayed = current.table(self._layer, scores.device)
-        with torch.no_grad():
-            native_values, native_ids = default_compute_topk(
-                scores.detach(), topk, num_groups, group_topk
-            )
-        if replayed is not None:
-            ids = torch.where(replayed, ids, native_ids)
-        values = scores.gather(1, ids)
-        with torch.no_grad():
-            if group_topk:  # an expert of a group not chosen can have a high score
-                outside = (ids[:, :, None] != native_ids[:, None, :]).all(dim=2)
-            else:
-                outside = values < native_values.amin(dim=1, keepdim=True)
-            self._experts = self._experts + outside.sum()
-            self._cells = self._cells + outside.any(dim=1).sum()
-        self._rows_replayed += current.rows_replayed
-        self._rows_missing += current.rows_missing
-        current.called.add(self._layer)
-        return values, ids
+
+class _Hook:
+    """A forward hook that is idle in a copy of its module, where it would reach this model."""
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        if self._function is not None:
+            self._function(*args)
+
+    def __deepcopy__(self, _memo: object) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()
 
 
 class MegatronReplay:
     """Attaches to the routers of a Megatron-core model and replays recorded routing in them.
 
-        with MegatronReplay(model) as replay:
-            with replay.step():                                      # one optimizer step
-                for batch, input_ids in microbatches:
-                    with replay.microbatch(batch, input_ids=input_ids):
-                        loss = ...                                   # forward
-                    loss.backward()
-            print(replay.report().total)
+        replay = MegatronReplay(model_chunks)
+        with replay.step():                                          # one optimizer step
+            for batch, input_ids in microbatches:                    # or Megatron's schedule
+                with replay.microbatch(batch, input_ids=input_ids):
+                    loss = ...                                       # forward
+                loss.backward()
+        print(replay.report())
 
-    Outside `microbatch` the model routes natively. model_chunks: a module or a list of modules.
+    Outside `microbatch` the model routes natively. Forward passes may be enclosed in any order and
+    number, with or without gradients; backward passes need not be enclosed, and recompute each in
+    its own microbatch.
+
+    model_chunks: a module, or the list of this rank's model chunks, wrapped or not.
+    max_missing_fraction, max_weight_lag, on_stale: see `binding.Limits`.
+    max_outside_fraction: leaving a step is an error if a larger share of the replayed experts was
+    outside the trainer's native top-k: rows that are shifted or belong to other tokens look like
+    that. Costs one synchronisation per step. None for any.
+    count_outside: count these experts, without synchronisation; without it, replay is cheaper
+    than native routing.
+
     Raises MissingDependencyError and UnsupportedError, see `megatron_routers`; a model that was
     refused is left as it was.
     """
 
-    def __init__(self, model_chunks: Any) -> None:
-        self._routers = find_routers(model_chunks)
+    def __init__(
+        self,
+        model_chunks: Any,
+        *,
+        max_missing_fraction: float | None = 0.5,
+        max_outside_fraction: float | None = 0.5,
+        max_weight_lag: int | None = None,
+        on_stale: Literal["stop", "native", "warn"] = "stop",
+        count_outside: bool = True,
+    ) -> None:
+        self._limits = Limits(max_missing_fraction, max_weight_lag, on_stale)
+        if max_outside_fraction is not None and not 0 <= max_outside_fraction <= 1:
+            raise ReplayError(f"max_outside_fraction is {max_outside_fraction}, expected 0..1")
+        self._count, self._max_outside = count_outside, max_outside_fraction
+        self._chunks = find_chunks(model_chunks)
+        self._routers = merged_routers(self._chunks)
+        self._chunk_of = {x: i for i, chunk in enumerate(self._chunks) for x in chunk.routers}
+        megatron_recompute.attach(self)
         self._layers = {layer: _LayerReplay(self, layer) for layer in self._routers}
         self._before = {layer: r.router_replay for layer, r in self._routers.items()}
-        self._attached, self._in_step = True, False
-        self._current: _Microbatch | None = None
-        self._hooks = []
+        self._hooks: list[Any] = []
         for layer, router in self._routers.items():
             router.router_replay = self._layers[layer]
-            self._hooks.append(router.register_forward_pre_hook(self._check_layout))
-        for embedding in find_embeddings(model_chunks):
-            hook = embedding.register_forward_pre_hook(self._check_fed, with_kwargs=True)
-            self._hooks.append(hook)
+            self._hooks.append(router.register_forward_pre_hook(_Hook(self._check_layout)))
+        for i, chunk in enumerate(self._chunks):
+            for body in chunk.bodies:
+                self._hooks.append(body.register_forward_pre_hook(_Hook(self._note_run(i))))
+            for embedding in chunk.embeddings:
+                hook = _Hook(self._check_fed)
+                self._hooks.append(embedding.register_forward_pre_hook(hook, with_kwargs=True))
+        self._attached, self._in_step = True, False
+        self._weight_version: int | None = None
+        self._current: Microbatch | None = None
+        self._entered = False  # inside a function that Megatron checkpoints
+        self._witnesses: dict[int, Microbatch] = {}  # the first microbatch of the step, by chunk
+        self._rollouts: dict[RolloutId, RolloutCounts] = {}
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The 0-based decoder layers whose routers this rank has: what it needs to load."""
+        return tuple(self._routers)
+
+    @property
+    def place(self) -> RankPlace:
+        """Where this rank stands in the tensor, sequence and context parallel splits."""
+        router = next(iter(self._routers.values()), None)
+        return RankPlace() if router is None else place_of(router)
 
     def __enter__(self) -> MegatronReplay:
         return self
@@ -183,6 +176,7 @@ class MegatronReplay:
     def detach(self) -> None:
         """Put back what each router had before. Detaching twice does nothing.
 
+        Backward passes that would recompute under replay are an error afterwards.
         Raises ReplayError inside a step.
         """
         if self._in_step:
@@ -192,70 +186,247 @@ class MegatronReplay:
                 router.router_replay = self._before[layer]
         for hook in self._hooks:
             hook.remove()
+        megatron_recompute.detach(self)
         self._attached = False
+        self._witnesses.clear()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """One optimizer step: counts start at zero, and stay readable until the next one."""
+    def step(self, *, weight_version: int | None = None) -> Iterator[None]:
+        """One optimizer step: counts start at zero, and stay readable until the next one.
+
+        weight_version: the trainer's, in the numbering of the batches' weight_versions.
+
+        Raises ReplayError on leaving if more than max_outside_fraction of the replayed experts
+        were outside the native top-k, with a diagnosis: before the optimizer steps, if that comes
+        after the step.
+        """
         if not self._attached or self._in_step:
             state = "inside step()" if self._in_step else "after detach()"
             raise ReplayError(f"step() {state}, expected one step at a time on an attached model")
         check_settings(self._routers)  # they may have been changed since
         for layer in self._layers.values():
-            layer.clear()
+            layer.counters.clear()
+        self._rollouts, self._weight_version = {}, weight_version
         self._in_step = True
         try:
             yield
+            if self._max_outside is not None and self._count:
+                check_outside(self.report(), self._top_k(), self._max_outside, self._witnesses)
         finally:
             self._in_step, self._current = False, None
+            self._witnesses.clear()
+
+    def microbatch(
+        self,
+        batch: RoutingBatch,
+        *,
+        input_ids: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        starts: Any = None,
+        seq_length: int | None = None,
+    ) -> AbstractContextManager[None]:
+        """Replay `batch` in the forward pass of one model chunk inside.
+
+        input_ids: the integers that the model is fed on this rank, [b, s] or packed [1, T], after
+        the context-parallel split; copied to the host once. Inner pipeline stages may leave them
+        out, and then need seq_length, the s before that split, unless packed.
+        packed_seq_params: Megatron's, as the model is given it, for packed sequences.
+        starts: [b], the slot of each sequence's first token, for padding that is not on the right;
+        on the left it is s - lengths.
+
+        Rows without routing are routed natively, padding is spread over the experts.
+
+        Raises ReplayError for tokens other than those of the batch, beyond a limit, for use
+        outside `step` or inside another microbatch, in the forward pass if the model is fed
+        something else or runs twice, and on leaving if a router of the chunk was never asked;
+        SpecError for routing of another model; TraceError for impossible expert ids.
+        """
+        return self._run(
+            self._bound(False, batch, input_ids, packed_seq_params, starts, seq_length)
+        )
 
     @contextmanager
-    def microbatch(self, batch: RoutingBatch, *, input_ids: torch.Tensor) -> Iterator[None]:
-        """Replay `batch` in the forward pass inside; `input_ids` are the ids that it is given.
+    def record(
+        self,
+        batch: RoutingBatch,
+        *,
+        input_ids: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        starts: Any = None,
+        seq_length: int | None = None,
+    ) -> Iterator[NativeRouting]:
+        """Route natively in the forward pass inside, and remember and compare what was chosen.
 
-        input_ids: integers [b, s] or [1, T] on any device, copied to the host once; see `layout`.
-        Rows without routing, and padding, are routed natively.
-
-        Raises ReplayError for tokens other than those of the batch, for use outside `step` or
-        inside another microbatch, in the forward pass if the model is fed something else than
-        `input_ids` or runs twice, and on leaving if a router was never asked; SpecError for routing
-        of another model; TraceError for impossible expert ids.
+        What it yields gives a batch that replays the trainer's own routing (R2), and a diagnosis
+        of the alignment of `batch`. Its rows count as `free`. Arguments as for `microbatch`.
         """
+        bound = self._bound(True, batch, input_ids, packed_seq_params, starts, seq_length)
+        native = NativeRouting(bound, self._group(), self._weight_version)
+        with self._run(bound):
+            yield native
+
+    def report(self) -> ReplayReport:
+        """The counts of the current or last step. Synchronises with the device."""
+        outside = {
+            layer: r.counters.outside
+            for layer, r in self._layers.items()
+            if r.counters.outside is not None
+        }
+        values = torch.stack(list(outside.values())).tolist() if outside else []
+        found = dict(zip(outside, values, strict=True))
+        layers = {}
+        for layer, r in self._layers.items():
+            forced_cells, forced, free_cells, free = found.get(layer, (0, 0, 0, 0))
+            layers[layer] = r.counters.rows + LayerCounts(
+                outside_topk_cells_forced=forced_cells,
+                outside_topk_experts_forced=forced,
+                outside_topk_cells_free=free_cells,
+                outside_topk_experts_free=free,
+            )
+        return ReplayReport(layers, dict(self._rollouts))
+
+    def capture(self) -> Callable[[], AbstractContextManager[None]]:
+        """For `megatron_recompute`: enters the microbatch of now, as often as asked."""
+        microbatch = self._current
+        return lambda: self._enter_again(microbatch)
+
+    @contextmanager
+    def _enter_again(self, microbatch: Microbatch | None) -> Iterator[None]:
+        if microbatch is not None and not self._attached:
+            raise ReplayError(
+                "activations are recomputed after detach(), expected the backward pass before it: "
+                "they would be routed natively"
+            )
+        before = self._current, self._entered
+        self._current, self._entered = microbatch, True
+        try:
+            yield
+        finally:
+            self._current, self._entered = before
+
+    def _bound(
+        self,
+        record: bool,
+        batch: RoutingBatch,
+        input_ids: torch.Tensor | None,
+        packed_seq_params: Any,
+        starts: Any,
+        seq_length: int | None,
+    ) -> Microbatch:
+        name = "record()" if record else "microbatch()"
         if not self._in_step or self._current is not None:
             state = "outside step()" if not self._in_step else "inside another microbatch()"
-            raise ReplayError(f"microbatch() {state}, expected one at a time inside step()")
-        if not isinstance(input_ids, torch.Tensor):
+            raise ReplayError(f"{name} {state}, expected one at a time inside step()")
+        if not isinstance(batch, RoutingBatch):
+            raise ReplayError(f"batch is a {type(batch).__name__}, expected a RoutingBatch")
+        if input_ids is not None and not isinstance(input_ids, torch.Tensor):
             raise ReplayError(
                 f"input_ids is a {type(input_ids).__name__}, expected the tensor that the model "
                 "is fed"
             )
-        self._check_spec(batch)
+        layers = self._covered(batch)
         check_batch(batch)
-        view = view_of(batch, input_ids.detach().cpu().numpy())
-        self._current = current = _Microbatch(batch, view.index, input_ids)
+        view = view_of(
+            batch,
+            input_ids=None if input_ids is None else input_ids.detach().cpu().numpy(),
+            cu_seqlens=_cu_seqlens(packed_seq_params),
+            starts=None if starts is None else torch.as_tensor(starts).cpu().numpy(),
+            seq_length=seq_length,
+            place=self.place,
+        )
+        return Microbatch(
+            batch,
+            view,
+            bind(batch, view, layers, self._limits, self._weight_version),
+            layers,
+            input_ids=input_ids,
+            record=record,
+            count=self._count,
+            keep_native=self._max_outside is not None
+            and self._count
+            and len(self._witnesses) < len(self._chunks),
+        )
+
+    @contextmanager
+    def _run(self, microbatch: Microbatch) -> Iterator[None]:
+        if self._current is not None:
+            raise ReplayError("microbatch() inside another microbatch(), expected one at a time")
+        self._current = microbatch
         try:
             yield
         finally:
             self._current = None
-        silent = sorted(set(self._layers) - current.called)
-        if silent:
+        self._check_ran(microbatch)
+        if 0 in microbatch.chunks:  # chunks of one rank are given the same rollouts
+            for name, counts in microbatch.binding.rollouts.items():
+                self._rollouts[name] = self._rollouts.get(name, RolloutCounts()) + counts
+        if microbatch.native is not None and not microbatch.record:
+            for i in microbatch.chunks:
+                self._witnesses.setdefault(i, microbatch)
+
+    def _check_ran(self, microbatch: Microbatch) -> None:
+        ran = {layer for layer, i in self._chunk_of.items() if i in microbatch.chunks}
+        silent = sorted((ran or set(self._layers)) - microbatch.called)
+        if silent and (ran or not microbatch.chunks):
             raise ReplayError(
                 f"decoder layers {silent}: the router never asked for its routing during the "
                 "microbatch, expected one forward pass through all MoE layers; nothing was "
                 "replayed there"
             )
 
-    def report(self) -> ReplayReport:
-        """The counts of the current or last step. Synchronises with the device."""
-        return ReplayReport({layer: r.counts() for layer, r in self._layers.items()})
+    def _answer(
+        self, layer: int, ask: Ask, counters: Counters
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        again = _in_backward()
+        if again and not self._entered:
+            raise ReplayError(
+                f"layer {layer}: the router ran during the backward pass, and not from one of "
+                "Megatron's own checkpoints (recompute_granularity), which alone are known to "
+                "replay: expected no other recomputation around MoE layers"
+            )
+        current = self._current
+        if current is None:
+            return ask.native(ask.scores)
+        if not current.covers(layer):
+            raise ReplayError(
+                f"layer {layer}: the batch has routing of decoder layers "
+                f"{list(current.batch.spec.moe_layers)}, expected those of the chunk that runs"
+            )
+        if not again:
+            if layer in current.called:
+                raise ReplayError(
+                    f"layer {layer}: second forward pass in one microbatch(), expected one"
+                )
+            current.called.add(layer)
+            current.chunks.add(self._chunk_of[layer])
+        if ask.scores.shape[0] != current.num_rows:
+            raise ReplayError(
+                f"layer {layer}: the router sees {ask.scores.shape[0]} rows, expected "
+                f"{current.num_rows}, one for each of the slots given to microbatch()"
+            )
+        return current.answer(layer, ask, counters, checkpointed=self._entered, again=again)
+
+    def _note_run(self, chunk: int) -> Callable[..., None]:
+        def hook(_body: Any, _args: Any) -> None:
+            if self._current is not None and not _in_backward():
+                self._current.chunks.add(chunk)
+
+        return hook
 
     def _check_fed(self, _embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The ids that the model is really given are those whose rows were worked out."""
-        if self._current is None:
-            return
-        fed, declared = args[0] if args else kwargs["input_ids"], self._current.input_ids
+        current = self._current
+        if current is None or current.fed or _in_backward():
+            return  # MTP layers embed shifted ids after the first time
+        current.fed = True
+        fed, declared = args[0] if args else kwargs["input_ids"], current.input_ids
         if fed is declared:
             return
+        if declared is None:
+            raise ReplayError(
+                "this stage is fed input_ids, expected them in microbatch(input_ids=...): only "
+                "stages that are fed hidden states may leave them out"
+            )
         if fed.shape != declared.shape or not torch.equal(fed, declared.to(fed)):
             raise ReplayError(
                 f"the model is fed input_ids of shape {list(fed.shape)}, expected those that were "
@@ -266,28 +437,62 @@ class MegatronReplay:
         """Rows are right only if the router sees [s, b, hidden] of the declared [b, s]."""
         if self._current is None:
             return
-        b, s = self._current.input_ids.shape
-        found = list(args[0].shape[:2])
-        if found != [s, b]:
+        found, expected = tuple(args[0].shape[:2]), tuple(self._current.view.shape)
+        if found != expected:
             raise ReplayError(
-                f"layer {router.layer_number - 1}: the router sees {found} positions and "
-                f"sequences, expected {[s, b]} for the input_ids given to microbatch()"
+                f"layer {router.layer_number - 1}: the router sees {list(found)} positions and "
+                f"sequences, expected {list(expected)} for what was given to microbatch()"
             )
 
-    def _check_spec(self, batch: RoutingBatch) -> None:
+    def _covered(self, batch: RoutingBatch) -> tuple[int, ...]:
+        """The layers of this rank that the batch has routing for: whole chunks, at least one"""
         spec = batch.spec
-        if tuple(self._layers) != spec.moe_layers:
-            raise SpecError(
-                f"the routing is of decoder layers {list(spec.moe_layers)}, expected those of the "
-                f"model's routers, {list(self._layers)}"
-            )
+        covered: list[int] = []
+        for chunk in self._chunks:
+            has, needs = chunk.owned.intersection(spec.moe_layers), set(chunk.routers)
+            if has != needs and (has or len(self._chunks) == 1):
+                raise SpecError(
+                    f"the routing is of decoder layers {list(spec.moe_layers)}, expected those of "
+                    f"the model's routers, {list(self._routers)}; the model has no router in "
+                    f"{sorted(has - needs)}, the batch no routing for {sorted(needs - has)}"
+                )
+            covered += sorted(has)
         for layer, router in self._routers.items():
             for name, found, expected in (
                 ("num_experts", spec.num_experts, router.num_experts),
                 ("top_k", spec.top_k, router.topk),
+                ("num_layers", spec.num_layers, router.config.num_layers),
             ):
                 if found != expected:
                     raise SpecError(
                         f"the routing has {name}={found}, expected {expected} as in the model's "
                         f"router of decoder layer {layer}"
                     )
+        if self._routers and not covered:
+            raise SpecError(
+                f"the routing is of decoder layers {list(spec.moe_layers)}, expected some of this "
+                f"rank's, {list(self._routers)}"
+            )
+        return tuple(sorted(covered))
+
+    def _top_k(self) -> int:
+        return next((r.topk for r in self._routers.values()), 1)
+
+    def _group(self) -> Any:
+        return next((r.tp_cp_group for r in self._routers.values()), None)
+
+
+def _cu_seqlens(packed_seq_params: Any) -> Any:
+    """Offsets of the sequences' slots, as numpy, from Megatron's PackedSeqParams"""
+    if packed_seq_params is None:
+        return None
+    if getattr(packed_seq_params, "local_cp_size", None) is not None:
+        raise ReplayError(
+            "packed_seq_params.local_cp_size is set, expected None: context parallelism that "
+            "changes from batch to batch is not supported"
+        )
+    padded = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
+    offsets = padded if padded is not None else packed_seq_params.cu_seqlens_q
+    if offsets is None:
+        raise ReplayError("packed_seq_params has no cu_seqlens_q, expected the sequences' offsets")
+    return torch.as_tensor(offsets).cpu().numpy()

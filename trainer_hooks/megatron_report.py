@@ -1,28 +1,38 @@
-"""What replay did in a step, counted per layer: the numbers of `MegatronReplay.report()`."""
+"""What replay did in a step: the numbers of `MegatronReplay.report()`."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from r3.identity import RolloutId
 
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """What replay did in one decoder layer during a step, in router rows.
+    """What happened in one decoder layer during a step, in router rows of this rank.
 
     rows_replayed: rows sent to the recorded experts. rows_missing: rows routed natively because
     the engine delivered no routing for them; neither padding nor the last token of a sequence,
-    which no engine forwards. The two `outside_topk` counts are over replayed rows and compare with
-    the trainer's native top-k of the same layer, `forced`: with the layers below replayed.
-    outside_topk_cells_forced: rows with at least one expert outside it.
-    outside_topk_experts_forced: such experts. Experts tied with the k-th score count as inside.
+    which no engine forwards. rows_stale: rows routed natively because their weights were too old.
+
+    The `forced` counts are over replayed rows and compare with the trainer's native top-k of the
+    same layer, with the layers below replayed. outside_topk_cells_forced: rows with at least one
+    expert outside it. outside_topk_experts_forced: such experts.
+    The `free` counts are the same over rows_compared, in passes under `record()`, which are native
+    in all layers. Experts tied with the k-th score count as inside. All are 0 without counting.
     """
 
     rows_replayed: int = 0
     rows_missing: int = 0
+    rows_stale: int = 0
     outside_topk_cells_forced: int = 0
     outside_topk_experts_forced: int = 0
+    rows_compared: int = 0
+    outside_topk_cells_free: int = 0
+    outside_topk_experts_free: int = 0
 
     def __add__(self, other: LayerCounts) -> LayerCounts:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -30,10 +40,35 @@ class LayerCounts:
 
 
 @dataclass(frozen=True)
-class ReplayReport:
-    """Counts of one step by 0-based decoder layer."""
+class RolloutCounts:
+    """Rows of one rollout that should have had routing, and those routed natively instead.
 
-    layers: dict[int, LayerCounts]
+    Of the whole rollout, whatever part of it this rank sees; each forward pass counts.
+    """
+
+    rows: int = 0
+    rows_missing: int = 0
+    rows_stale: int = 0
+
+    def __add__(self, other: RolloutCounts) -> RolloutCounts:
+        return RolloutCounts(
+            self.rows + other.rows,
+            self.rows_missing + other.rows_missing,
+            self.rows_stale + other.rows_stale,
+        )
+
+    @property
+    def native_fraction(self) -> float:
+        """Share of the rows that were routed natively; 0 for a rollout of one token"""
+        return (self.rows_missing + self.rows_stale) / max(self.rows, 1)
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """Counts of one step by 0-based decoder layer, and of each rollout with native rows."""
+
+    layers: Mapping[int, LayerCounts]
+    rollouts: Mapping[RolloutId, RolloutCounts] = field(default_factory=dict)
 
     @property
     def total(self) -> LayerCounts:
@@ -41,17 +76,27 @@ class ReplayReport:
         return sum(self.layers.values(), LayerCounts())
 
     def __str__(self) -> str:
-        names = [f.name for f in dataclasses.fields(LayerCounts)]
-        lines = ["layer  " + "  ".join(names)]
-        for layer, counts in [*self.layers.items(), ("total", self.total)]:
-            values = dataclasses.astuple(counts)
-            cells = (f"{v:>{len(n)}}" for n, v in zip(names, values, strict=True))
+        counts = {**{str(i): c for i, c in self.layers.items()}, "total": self.total}
+        used = [
+            f.name
+            for f in dataclasses.fields(LayerCounts)
+            if f.name in ("rows_replayed", "rows_missing") or getattr(self.total, f.name)
+        ]
+        lines = ["layer  " + "  ".join(used)]
+        for layer, c in counts.items():
+            cells = (f"{getattr(c, name):>{len(name)}}" for name in used)
             lines.append(f"{layer:>5}  " + "  ".join(cells))
+        for rollout, r in self.rollouts.items():
+            lines.append(
+                f"rollout {rollout}: {r.rows_missing} missing and {r.rows_stale} stale of "
+                f"{r.rows} rows"
+            )
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: {"total": {...}, "layers": {layer: {...}}}."""
+        """Plain values: {"total": {...}, "layers": {layer: {...}}, "rollouts": {name: {...}}}."""
         return {
             "total": dataclasses.asdict(self.total),
             "layers": {layer: dataclasses.asdict(c) for layer, c in self.layers.items()},
+            "rollouts": {str(i): dataclasses.asdict(c) for i, c in self.rollouts.items()},
         }

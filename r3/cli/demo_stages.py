@@ -143,7 +143,7 @@ def recompute(report: Report, *, model: Path, file: Path) -> dict[str, Any]:
     with MegatronReplay(gpt) as replay, torch.no_grad():
         for i, batch in enumerate(batches):
             input_ids = _right_padded(batch)
-            view = view_of(batch, input_ids.numpy())
+            view = view_of(batch, input_ids=input_ids.numpy())
             sampled = ~np.isnan(batch.logprobs)
             sampler.append(batch.logprobs[sampled])
             for name in _PASSES:

@@ -1,0 +1,204 @@
+"""What the routers of one rank do during one forward pass, and again when it is recomputed.
+
+Holds a `Binding` on the device and answers each router. It is kept alive by whoever may still need
+it: `MegatronReplay` while the microbatch is entered, and the graph where activations are to be
+recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from r3.batch import RoutingBatch
+from r3.trainer_hooks.binding import Binding
+from r3.trainer_hooks.layout import RankView
+from r3.trainer_hooks.megatron_report import LayerCounts
+
+TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A router's question: scores [rows, experts], and how Megatron would answer it.
+
+    scores are logits, softmax or sigmoid scores, or biased sigmoid scores, of which Megatron then
+    uses only the ids; whichever it is, gathering them does what its own top-k does.
+    """
+
+    scores: torch.Tensor
+    top_k: int
+    num_groups: int | None
+    group_topk: int | None
+    default: TopK
+
+    def native(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.default(scores, self.top_k, self.num_groups, self.group_topk)
+
+
+class Counters:
+    """What one layer did in a step. On the device once counted, so that counting never waits."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.rows = LayerCounts()
+        # [forced cells, forced experts, free cells, free experts]
+        self.outside: torch.Tensor | None = None
+
+    def add_outside(self, outside: torch.Tensor, free: bool) -> None:
+        """outside: bool [rows, top_k]"""
+        if self.outside is None:
+            with torch.inference_mode(False):  # or later passes could not add to it
+                self.outside = torch.zeros(4, dtype=torch.int64, device=outside.device)
+        per_row = outside.sum(dim=1)
+        at = 2 if free else 0
+        self.outside[at] += torch.count_nonzero(per_row)
+        self.outside[at + 1] += per_row.sum()
+
+
+class Microbatch:
+    """One batch bound to this rank, for one forward pass through one model chunk.
+
+    input_ids: what the chunk is fed, None where it is fed hidden states. record: the pass is native
+    and its choice is remembered. keep_native: the native choice is remembered too while replaying.
+    """
+
+    def __init__(
+        self,
+        batch: RoutingBatch,
+        view: RankView,
+        binding: Binding,
+        layers: tuple[int, ...],
+        *,
+        input_ids: torch.Tensor | None,
+        record: bool,
+        count: bool,
+        keep_native: bool,
+    ) -> None:
+        self.batch, self.view, self.binding = batch, view, binding
+        self.input_ids, self.record, self.count = input_ids, record, count
+        self.called: set[int] = set()
+        self.chunks: set[int] = set()
+        self.fed = False
+        # int16 or int32 [rows, top_k] by layer
+        self.native: dict[int, torch.Tensor] | None = {} if record or keep_native else None
+        self._small = torch.int16 if batch.spec.num_experts <= 1 << 15 else torch.int32
+        self._row_of = {layer: i for i, layer in enumerate(layers)}
+        self._experts = torch.from_numpy(binding.experts)
+        rows = len(view.index)
+        self._native_rows = torch.from_numpy(binding.native) if len(binding.native) else None
+        everything = binding.replayed.all()
+        self._replayed = None if everything else torch.from_numpy(binding.replayed)[:, None]
+        self._chosen: dict[int, torch.Tensor] = {}  # of native rows, where they may be asked again
+        self.rows = LayerCounts(
+            rows_replayed=0 if record else int(binding.replayed.sum()),
+            rows_missing=binding.rows_missing,
+            rows_stale=binding.rows_stale,
+            rows_compared=int(binding.replayed.sum()) if record and count else 0,
+        )
+        self.num_rows = rows
+
+    def covers(self, layer: int) -> bool:
+        return layer in self._row_of
+
+    def answer(
+        self, layer: int, ask: Ask, counters: Counters, *, checkpointed: bool, again: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and expert ids int64, both [rows, top_k].
+
+        checkpointed: this pass may be recomputed. again: this is the recomputation, which counts
+        nothing and gives just what was given before.
+        """
+        if ask.scores.device != self._experts.device:
+            self._move(ask.scores.device)
+        if not again:
+            counters.rows += self.rows
+        if self.record:
+            return self._record(layer, ask, counters, again)
+        ids = self._experts[self._row_of[layer]].long()
+        native = None
+        if not again and (self.count or self.native is not None):
+            with torch.no_grad():
+                native = ask.native(ask.scores.detach())
+        if self._native_rows is not None:
+            ids[self._native_rows] = self._native_choice(layer, ask, native, checkpointed, again)
+        values = ask.scores.gather(1, ids)
+        if native is not None:
+            if self.native is not None:
+                self.native[layer] = native[1].to(self._small)
+            if self.count:
+                with torch.no_grad():
+                    self._count(values, ids, native, ask, counters)
+        return values, ids
+
+    def _native_choice(
+        self,
+        layer: int,
+        ask: Ask,
+        native: tuple[torch.Tensor, torch.Tensor] | None,
+        checkpointed: bool,
+        again: bool,
+    ) -> torch.Tensor:
+        """int64 [native rows, top_k]; the first choice stands, a recomputation could tip over"""
+        if again and layer in self._chosen:
+            return self._chosen[layer].long()
+        rows = self._native_rows
+        assert rows is not None
+        if native is not None:
+            chosen = native[1][rows]
+        else:
+            with torch.no_grad():
+                scores = ask.scores.detach()
+                # group-limited top-k knows the number of rows beforehand
+                if ask.group_topk:
+                    chosen = ask.native(scores)[1][rows]
+                else:
+                    chosen = ask.native(scores[rows])[1]
+        if checkpointed:
+            self._chosen[layer] = chosen.to(self._small)
+        return chosen
+
+    def _record(
+        self, layer: int, ask: Ask, counters: Counters, again: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.native is not None
+        if again and layer in self.native:
+            ids = self.native[layer].long()
+            return ask.scores.gather(1, ids), ids
+        values, ids = ask.native(ask.scores)
+        self.native[layer] = ids.detach().to(self._small)
+        if self.count:
+            with torch.no_grad():
+                recorded = self._experts[self._row_of[layer]].long()
+                if self._native_rows is not None:
+                    recorded[self._native_rows] = ids[self._native_rows]
+                at_recorded = ask.scores.detach().gather(1, recorded)
+                self._count(at_recorded, recorded, (values.detach(), ids), ask, counters)
+        return values, ids
+
+    def _count(
+        self,
+        values: torch.Tensor,
+        ids: torch.Tensor,
+        native: tuple[torch.Tensor, torch.Tensor],
+        ask: Ask,
+        counters: Counters,
+    ) -> None:
+        if ask.group_topk:  # an expert of a group not chosen can have a high score
+            outside = (ids[:, :, None] != native[1][:, None, :]).all(dim=2)
+        else:
+            outside = values.detach() < native[0].amin(dim=1, keepdim=True)
+        if self._replayed is not None:
+            outside &= self._replayed
+        counters.add_outside(outside, free=self.record)
+
+    def _move(self, device: torch.device) -> None:
+        self._experts = self._experts.to(device)
+        if self._native_rows is not None:
+            self._native_rows = self._native_rows.to(device)
+        if self._replayed is not None:
+            self._replayed = self._replayed.to(device)
