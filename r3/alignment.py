@@ -46,7 +46,7 @@ _ERRORS = 4.0
 # up to twice what independent rows would have; over blocks of this many it shows.
 _BLOCK = 16
 _LEAST_BLOCKS, _LEAST_ROWS = 8, 64
-# Rows looked at. More of them change no verdict and would take as long as a training step.
+# Rows looked at. More of them change no verdict and only take time.
 _MOST_ROWS = 8192
 # Rollouts tried for one that has a row at the same position.
 _OTHERS = 8
@@ -243,27 +243,25 @@ def diagnose(
     mine = recorded[:, ordinals]
     zero = _agreement(mine, native)
 
+    def elsewhere(kind: str, shift: int, there: np.ndarray) -> list[_Place]:
+        """The recorded rows of tokens `there` [rows] (-1: none), if there are any."""
+        at = np.flatnonzero(there >= 0)
+        if not len(at):
+            return []
+        theirs = batch.routed_experts[there[at]][:, ordinals]
+        here, likeness = _agreement(theirs, native[at]), _agreement(theirs, mine[at])
+        return [_Place.of(kind, shift, here, zero[at], likeness, blocks[at])]
+
     places = []
     for shift in _ROW_SHIFTS:
-        there = _shift_rows(batch, tokens, shift)
-        at = np.flatnonzero(there >= 0)
-        if len(at):
-            theirs = batch.routed_experts[there[at]][:, ordinals]
-            here, likeness = _agreement(theirs, native[at]), _agreement(theirs, mine[at])
-            places.append(_Place.of("row shift", shift, here, zero[at], likeness, blocks[at]))
+        places += elsewhere("row shift", shift, _shift_rows(batch, tokens, shift))
     for shift in _LAYER_SHIFTS:
         at = np.flatnonzero((ordinals + shift >= 0) & (ordinals + shift < len(spec.moe_layers)))
         if len(at) and len(tokens):
             theirs = recorded[:, ordinals[at] + shift]
             here, likeness = _agreement(theirs, native[:, at]), _agreement(theirs, mine[:, at])
             places.append(_Place.of("layer shift", shift, here, zero[:, at], likeness, blocks))
-    other = None
-    there = _other_rollouts(batch, tokens)
-    at = np.flatnonzero(there >= 0)
-    if len(at):
-        theirs = batch.routed_experts[there[at]][:, ordinals]
-        here, likeness = _agreement(theirs, native[at]), _agreement(theirs, mine[at])
-        other = _Place.of("other rows", 0, here, zero[at], likeness, blocks[at])
+    other = next(iter(elsewhere("other rows", 0, _other_rollouts(batch, tokens))), None)
 
     named = _fault(places, other)
     enough = named is not None or _is_right(places, other)

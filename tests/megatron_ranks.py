@@ -172,8 +172,10 @@ def on_context_rank(tensor: torch.Tensor, ends: Sequence[int] | None = None) -> 
 def forward_tokens(chunk: Any, microbatch: Microbatch) -> torch.Tensor:
     """What a chunk makes of a microbatch: loss per token [b, s / cp], or hidden states.
 
-    microbatch: input_ids and labels, int64 [b, s] of all context-parallel ranks; may have
-    cu_seqlens (ints from 0 to s, for packed input [1, s]) and an attention_mask as Megatron's.
+    microbatch: input_ids and labels, int64 [b, s] of all context-parallel ranks. It may have
+    cu_seqlens (ints from 0 to s, for packed input [1, s]), cu_seqlens_padded (where sequences
+    padded each for itself start and end; cu_seqlens then counts their tokens only) and
+    attention_mask (bool [b, 1, s, s], true where hidden).
     """
     ids, ends = microbatch["input_ids"], microbatch.get("cu_seqlens")
     b, s = ids.shape
@@ -182,17 +184,24 @@ def forward_tokens(chunk: Any, microbatch: Microbatch) -> torch.Tensor:
         from megatron.core.packed_seq_params import PackedSeqParams
 
         cu = torch.tensor(ends, dtype=torch.int32)
-        longest = int(cu.diff().max())
-        params = PackedSeqParams("thd", cu, cu, max_seqlen_q=longest, max_seqlen_kv=longest)
+        ends = microbatch.get("cu_seqlens_padded", ends)
+        padded = torch.tensor(ends, dtype=torch.int32)
+        longest = int(padded.diff().max())
+        params = PackedSeqParams(
+            "thd",
+            cu,
+            cu,
+            padded if "cu_seqlens_padded" in microbatch else None,
+            padded if "cu_seqlens_padded" in microbatch else None,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+    mask = microbatch.get("attention_mask")
+    if mask is not None:  # queries are shared out, and all keys are there
+        mask = on_context_rank(mask.transpose(2, 3)).transpose(2, 3)
     places = torch.arange(s).expand(b, s)
     local = [on_context_rank(x, ends) for x in (ids, places, microbatch["labels"])]
-    return chunk(
-        local[0],
-        local[1],
-        microbatch.get("attention_mask"),
-        labels=local[2],
-        packed_seq_params=params,
-    )
+    return chunk(local[0], local[1], mask, labels=local[2], packed_seq_params=params)
 
 
 def summed_loss(output: torch.Tensor, _microbatch: Any) -> tuple[torch.Tensor, int]:
@@ -255,6 +264,7 @@ def router_gradients(chunks: Sequence[Any]) -> dict[int, torch.Tensor]:
     As Megatron reduces them: ranks of sequence parallelism saw different tokens for the same loss,
     those of data and context parallelism have losses to be averaged (the schedule multiplies the
     loss by the number of context ranks). Expert-parallel ranks are data-parallel ones to a router.
+    Under `wrap` Megatron has reduced them itself, unless for a distributed optimizer: into shards.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state as ps
@@ -265,6 +275,9 @@ def router_gradients(chunks: Sequence[Any]) -> dict[int, torch.Tensor]:
         for layer in unwrapped(chunk).decoder.layers:
             router = getattr(layer.mlp, "router", None)
             if router is None:
+                continue
+            if hasattr(router.weight, "main_grad"):
+                found[layer.layer_number - 1] = router.weight.main_grad.clone()
                 continue
             gradient = router.weight.grad.clone()
             if router.config.sequence_parallel:
@@ -283,9 +296,7 @@ def wrap(
     """Chunks as Megatron trains them, and their Adam, the distributed one if so wished.
 
     Each is put into a DistributedDataParallel (settings: its config) and, if of bfloat16, into a
-    Float16Module. `run_schedule` then leaves reduced gradients in `main_grad` (`router_gradients`
-    reads neither them nor reduces twice: use `main_router_gradients`). An optimizer needs
-    `optimizer_on_cpu()` around it, `run_schedule` does not.
+    Float16Module. An optimizer, unlike the rest, is made and used inside `optimizer_on_cpu()`.
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -316,7 +327,8 @@ def wrap(
 
 @contextmanager
 def optimizer_on_cpu() -> Iterator[None]:
-    """Megatron's optimizers ask parameters for their CUDA type by name; let them have it."""
+    """Lets Megatron's optimizers find what they ask for: buffers on "cuda", and CUDA's names of
+    the parameters' types."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, optimizer
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from r3 import RolloutId, RouterSpec, RoutingBatch, RoutingTrace, TraceError
-from r3.alignment import Alignment, diagnose
+from r3.alignment import Alignment, _clear_sign, diagnose
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 SPECS = {
@@ -219,21 +219,45 @@ def test_what_lies_between_right_and_wrong_is_not_judged():
     assert verdict(diagnose(batch, native)) == (False, None, 0)
 
 
-def test_a_fault_of_two_rollouts_in_three_is_theirs():
-    """With so few blocks it may be chance that they are more; looked at alone, they are found."""
-    batch = make_batch(rows=130)
+def test_a_fault_of_some_rollouts_is_found_in_theirs():
+    """Together, three late ones of five win as much as they lose; nothing is said of them all."""
+    batch = make_batch(sequences=5, rows=130)
     native, late = native_of(batch, 0.1), shift_rows(batch, 1)
-    right = np.arange(batch.num_tokens) >= 2 * 131
+    right = np.arange(batch.num_tokens) >= 3 * 131
     mixed = dataclasses.replace(
         batch,
         routed_experts=np.where(right[:, None, None], batch.routed_experts, late.routed_experts),
         valid=np.where(right, batch.valid, late.valid),
     )
-    some = np.concatenate([np.arange(i * 131, i * 131 + 48) for i in range(3)])
-    assert verdict(diagnose(mixed, native[some], some)) == (False, None, 0)
-    for i, expected in enumerate(((True, "row shift", 1), (True, "row shift", 1), (True, None, 0))):
+    assert verdict(diagnose(mixed, native)) == (False, None, 0)
+    for i in range(5):
         tokens = np.arange(i * 131, (i + 1) * 131)
+        expected = (True, "row shift", 1) if i < 3 else (True, None, 0)
         assert verdict(diagnose(mixed, native[tokens], tokens)) == expected
+
+
+def test_a_place_that_hardly_differs_is_not_named():
+    """One cell in a hundred is another one: a shift by a row wins all there is, which is little."""
+    batch = make_batch(SPECS["2 of 8"], rows=400)
+    batch.routed_experts[batch.valid] = [0, 1]
+    recorded = native_of(batch, 0.01, seed=1).astype(np.uint8)
+    recorded[~batch.valid] = 0
+    batch = dataclasses.replace(batch, routed_experts=recorded)
+    found = diagnose(shift_rows(batch, 1), native_of(batch))
+    assert found.row_shifts[1] == 1.0
+    assert verdict(found) == (False, None, 0)
+
+
+def test_rows_of_a_block_count_once():
+    """Ten blocks, three of them against the others: no verdict, however many rows they have."""
+    values = np.repeat([1.0] * 7 + [-0.5] * 3, 16)
+    assert _clear_sign(values, np.repeat(np.arange(10), 16)) == 0
+    assert _clear_sign(values, np.arange(160)) == 1
+    assert _clear_sign(-values, np.arange(160)) == -1
+    assert _clear_sign(np.ones(160), np.repeat(np.arange(10), 16)) == 1
+    assert _clear_sign(np.ones(160), np.repeat(np.arange(5), 32)) == 0  # too few blocks
+    assert _clear_sign(np.ones(60), np.arange(60)) == 0  # too few rows
+    assert _clear_sign(np.zeros(160), np.arange(160)) == 0
 
 
 # --- shifts

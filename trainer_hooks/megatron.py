@@ -111,7 +111,8 @@ class MegatronReplay:
     max_missing_fraction, max_weight_lag, on_stale: see `binding.Limits`.
     max_outside_fraction: leaving a step is an error if a larger share of the replayed experts was
     outside the trainer's native top-k: rows that are shifted or belong to other tokens look like
-    that. Costs one synchronisation per step. None for any.
+    that (0.57 for a shift by one token on Qwen3-30B-A3B, 0.62 on Mixtral, against 0.1 for the right
+    rows). Costs one synchronisation per step. None for any.
     count_outside: count these experts, without synchronisation; without it, replay is cheaper
     than native routing.
 
@@ -124,7 +125,7 @@ class MegatronReplay:
         model_chunks: Any,
         *,
         max_missing_fraction: float | None = 0.5,
-        max_outside_fraction: float | None = 0.5,
+        max_outside_fraction: float | None = 0.4,
         max_weight_lag: int | None = None,
         on_stale: Literal["stop", "native", "warn"] = "stop",
         count_outside: bool = True,

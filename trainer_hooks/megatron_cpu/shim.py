@@ -184,7 +184,8 @@ def set_parallel(
 
     tp, pp, vpp, cp, ep, etp: sizes of tensor, pipeline, virtual pipeline (None: not interleaved),
     context, expert and expert tensor parallelism. Sizes that do not divide the number of ranks are
-    refused by Megatron with a RuntimeError.
+    refused by Megatron with a RuntimeError. With tp > 1, ep = 1 and etp < tp, Megatron leaves the
+    gradients of experts unreduced.
     """
     from megatron.core import parallel_state, tensor_parallel
 
