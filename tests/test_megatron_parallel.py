@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 
 from megatron_ranks import run_ranks
-from megatron_replay_runs import LAYOUTS, RECOMPUTE, SPEC, Key, Outcome, run_case, run_cases
+from megatron_replay_runs import (
+    LAYOUTS,
+    RECOMPUTE,
+    SPEC,
+    Key,
+    Outcome,
+    run_case,
+    run_cases,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -78,7 +86,7 @@ def reference() -> Callable[..., Outcome]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(request: pytest.FixtureRequest) -> list[dict[Key, Outcome]]:
+def two_ranks(request: pytest.FixtureRequest) -> list[dict[Key, Any]]:
     """All chosen cases in one pair of processes"""
     chosen = [i.callspec.params for i in request.session.items if hasattr(i, "callspec")]
     keys = [p["on_two"] for p in chosen if "on_two" in p]
@@ -122,14 +130,32 @@ def test_one_rank(key: Key, reference: Callable[..., Outcome]) -> None:
 
 @pytest.mark.parametrize("on_two", pairs(2))
 def test_two_ranks(
-    on_two: Key, two_ranks: list[dict[Key, Outcome]], reference: Callable[..., Outcome]
+    on_two: Key, two_ranks: list[dict[Key, Any]], reference: Callable[..., Outcome]
 ) -> None:
     check(on_two, [r[on_two] for r in two_ranks], reference(LAYOUTS[on_two[0]].kind))
 
 
+R2 = ("tp", "vpp", "cp-packed")
+
+
+@pytest.mark.parametrize(
+    "on_two",
+    [
+        pytest.param((name, "none", "r2"), id=name, marks=[] if name in R2 else pytest.mark.full)
+        for name, layout in LAYOUTS.items()
+        if layout.ranks == 2
+    ],
+)
+def test_r2_on_two_ranks(on_two: Key, two_ranks: list[dict[Key, Any]]) -> None:
+    """Rows that were split over ranks are put together, and cut again"""
+    found = [r[on_two] for r in two_ranks]
+    assert set().union(*found) == set(SPEC.moe_layers)
+    assert all(rows > 0 and wrong == 0 for r in found for rows, wrong in r.values())
+
+
 @pytest.mark.parametrize("on_two", NATIVE, ids=" ".join)
 def test_megatrons_own_replay_is_wrong_there(
-    on_two: Key, two_ranks: list[dict[Key, Outcome]], reference: Callable[..., Outcome]
+    on_two: Key, two_ranks: list[dict[Key, Any]], reference: Callable[..., Outcome]
 ) -> None:
     """The reason for not building on it: no error, the same loss, and other gradients"""
     expected = reference(LAYOUTS[on_two[0]].kind, "complete")

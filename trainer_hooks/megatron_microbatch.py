@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from r3.batch import RoutingBatch
@@ -37,6 +38,11 @@ class Ask:
     def native(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.default(scores, self.top_k, self.num_groups, self.group_topk)
 
+    def kth(self) -> torch.Tensor:
+        """The least score of a row's native choice without groups, [rows, 1]"""
+        largest = torch.topk(self.scores.detach(), self.top_k, dim=1, sorted=False).values
+        return largest.amin(dim=1, keepdim=True)
+
 
 class Counters:
     """What one layer did in a step. On the device once counted, so that counting never waits."""
@@ -45,19 +51,33 @@ class Counters:
         self.clear()
 
     def clear(self) -> None:
-        self.rows = LayerCounts()
-        # [forced cells, forced experts, free cells, free experts]
-        self.outside: torch.Tensor | None = None
+        self._passes: list[LayerCounts] = []
+        # int64 [2, top_k + 1]: rows with so many experts outside, forced and free
+        self._rows_by_outside: torch.Tensor | None = None
 
-    def add_outside(self, outside: torch.Tensor, free: bool) -> None:
-        """outside: bool [rows, top_k]"""
-        if self.outside is None:
+    def add_rows(self, rows: LayerCounts) -> None:
+        self._passes.append(rows)  # adding them up here would hold up the forward pass
+
+    def add_outside(self, outside: torch.Tensor, rows: torch.Tensor, free: bool) -> None:
+        """outside: bool [rows, top_k]; rows: int64 [rows], 1 for those that count, else 0"""
+        if self._rows_by_outside is None:
+            size = (2, outside.shape[1] + 1)
             with torch.inference_mode(False):  # or later passes could not add to it
-                self.outside = torch.zeros(4, dtype=torch.int64, device=outside.device)
-        per_row = outside.sum(dim=1)
-        at = 2 if free else 0
-        self.outside[at] += torch.count_nonzero(per_row)
-        self.outside[at + 1] += per_row.sum()
+                self._rows_by_outside = torch.zeros(size, dtype=torch.int64, device=outside.device)
+        self._rows_by_outside[int(free)].index_add_(0, outside.sum(dim=1), rows)
+
+    @property
+    def rows(self) -> LayerCounts:
+        return sum(self._passes, LayerCounts())
+
+    @property
+    def outside(self) -> torch.Tensor | None:
+        """int64 [forced cells, forced experts, free cells, free experts]; None if not counted"""
+        rows = self._rows_by_outside
+        if rows is None:
+            return None
+        experts = rows * torch.arange(rows.shape[1], device=rows.device)
+        return torch.stack([rows[:, 1:].sum(dim=1), experts.sum(dim=1)], dim=1).flatten()
 
 
 class Microbatch:
@@ -91,8 +111,7 @@ class Microbatch:
         self._experts = torch.from_numpy(binding.experts)
         rows = len(view.index)
         self._native_rows = torch.from_numpy(binding.native) if len(binding.native) else None
-        everything = binding.replayed.all()
-        self._replayed = None if everything else torch.from_numpy(binding.replayed)[:, None]
+        self._replayed = torch.from_numpy(binding.replayed.astype(np.int64)) if count else None
         self._chosen: dict[int, torch.Tensor] = {}  # of native rows, where they may be asked again
         self.rows = LayerCounts(
             rows_replayed=0 if record else int(binding.replayed.sum()),
@@ -116,23 +135,22 @@ class Microbatch:
         if ask.scores.device != self._experts.device:
             self._move(ask.scores.device)
         if not again:
-            counters.rows += self.rows
+            counters.add_rows(self.rows)
         if self.record:
             return self._record(layer, ask, counters, again)
         ids = self._experts[self._row_of[layer]].long()
         native = None
-        if not again and (self.count or self.native is not None):
+        if not again and (self.native is not None or (self.count and ask.group_topk)):
             with torch.no_grad():
                 native = ask.native(ask.scores.detach())
         if self._native_rows is not None:
             ids[self._native_rows] = self._native_choice(layer, ask, native, checkpointed, again)
         values = ask.scores.gather(1, ids)
-        if native is not None:
-            if self.native is not None:
-                self.native[layer] = native[1].to(self._small)
-            if self.count:
-                with torch.no_grad():
-                    self._count(values, ids, native, ask, counters)
+        if native is not None and self.native is not None:
+            self.native[layer] = native[1].to(self._small)
+        if self.count and not again:
+            with torch.no_grad():
+                self._count(values.detach(), ids, native, ask, counters)
         return values, ids
 
     def _native_choice(
@@ -184,17 +202,18 @@ class Microbatch:
         self,
         values: torch.Tensor,
         ids: torch.Tensor,
-        native: tuple[torch.Tensor, torch.Tensor],
+        native: tuple[torch.Tensor, torch.Tensor] | None,
         ask: Ask,
         counters: Counters,
     ) -> None:
+        """values, ids: what is compared, [rows, top_k]; native: needed with groups"""
         if ask.group_topk:  # an expert of a group not chosen can have a high score
+            assert native is not None
             outside = (ids[:, :, None] != native[1][:, None, :]).all(dim=2)
         else:
-            outside = values.detach() < native[0].amin(dim=1, keepdim=True)
-        if self._replayed is not None:
-            outside &= self._replayed
-        counters.add_outside(outside, free=self.record)
+            outside = values < (ask.kth() if native is None else native[0].amin(1, keepdim=True))
+        assert self._replayed is not None
+        counters.add_outside(outside, self._replayed, free=self.record)
 
     def _move(self, device: torch.device) -> None:
         self._experts = self._experts.to(device)

@@ -40,9 +40,12 @@ class NativeRouting:
         Its spec has the layers of the chunk that ran. Tokens that were not forwarded have no
         routing; nor has the last of each sequence, on which nothing depends. Rows have the weight
         version that `step` was given. Where rows are split over tensor and context parallel ranks,
-        all of them must call this together.
+        all of them must call this together. A chunk without MoE layers replays nothing: it gets the
+        batch as it is.
         """
         batch = self._microbatch.batch
+        if self._microbatch.chunks and not self._microbatch.called:
+            return batch
         layers, native = _native(self._microbatch)
         tokens = self._microbatch.view.index
         table = torch.full((batch.num_tokens, *native.shape[1:]), -1, dtype=torch.int32)

@@ -69,6 +69,9 @@ def install() -> None:
     _patch(torch.Tensor, "cuda", lambda self, *_, **__: self)
     # Pipeline stages that batch their messages or exchange shapes wait for the device after it.
     _patch(torch.cuda, "synchronize", lambda *_: None)
+    # 0.19's DistributedDataParallel gets the current stream, in case a CUDA graph is to be awaited.
+    if not version.startswith("0.16."):
+        _patch(torch.cuda, "current_stream", lambda *_: None)
     # Recomputation saves and restores CUDA's random state, sequence parallelism forks it. Nothing
     # draws from it on a CPU; a generator of its own leaves torch's default one alone.
     cuda = torch.Generator()
