@@ -350,6 +350,7 @@ def test_destroy_takes_back_every_patch() -> None:
     shim.destroy()
     try:
         assert schedules.torch is torch
+        assert "cuda" not in vars(torch.Tensor)  # inherited, as before
         assert all("megatron_cpu" not in str(x) for x in vars(torch.cuda).values())
         clean = state()
         shim.init_single_process()

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 from r3.batch import RoutingBatch
-from r3.errors import MissingDependencyError, ReplayError, SpecError
+from r3.errors import MissingDependencyError, ReplayError
 from r3.identity import RolloutId
 from r3.trainer_hooks import megatron_recompute
 from r3.trainer_hooks.binding import Limits, bind
@@ -38,12 +38,9 @@ except ImportError as e:
         "torch is not installed: pip install 'rollout-routing-replay[megatron]'"
     ) from e
 
+from r3.trainer_hooks import megatron_checks as checks
 from r3.trainer_hooks.megatron_microbatch import Ask, Counters, Microbatch, TopK
 from r3.trainer_hooks.megatron_native import NativeRouting, check_outside
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 class _LayerReplay:
@@ -314,10 +311,7 @@ class MegatronReplay:
         starts: Any,
         seq_length: int | None,
     ) -> Microbatch:
-        name = "record()" if record else "microbatch()"
-        if not self._in_step or self._current is not None:
-            state = "outside step()" if not self._in_step else "inside another microbatch()"
-            raise ReplayError(f"{name} {state}, expected one at a time inside step()")
+        self._check_state("record()" if record else "microbatch()")
         if not isinstance(batch, RoutingBatch):
             raise ReplayError(f"batch is a {type(batch).__name__}, expected a RoutingBatch")
         if input_ids is not None and not isinstance(input_ids, torch.Tensor):
@@ -325,13 +319,13 @@ class MegatronReplay:
                 f"input_ids is a {type(input_ids).__name__}, expected the tensor that the model "
                 "is fed"
             )
-        layers = self._covered(batch)
+        layers = checks.covered_layers(batch, self._chunks)
         check_batch(batch)
         view = view_of(
             batch,
-            input_ids=None if input_ids is None else input_ids.detach().cpu().numpy(),
-            cu_seqlens=_cu_seqlens(packed_seq_params),
-            starts=None if starts is None else torch.as_tensor(starts).cpu().numpy(),
+            input_ids=checks.as_numpy("input_ids", input_ids),
+            cu_seqlens=checks.slot_offsets(packed_seq_params),
+            starts=checks.as_numpy("starts", starts),
             seq_length=seq_length,
             place=self.place,
         )
@@ -350,14 +344,13 @@ class MegatronReplay:
 
     @contextmanager
     def _run(self, microbatch: Microbatch) -> Iterator[None]:
-        if self._current is not None:
-            raise ReplayError("microbatch() inside another microbatch(), expected one at a time")
+        self._check_state("microbatch()")  # it may have been made earlier
         self._current = microbatch
         try:
             yield
         finally:
             self._current = None
-        self._check_ran(microbatch)
+        checks.check_ran(microbatch, self._chunk_of)
         if 0 in microbatch.chunks:  # chunks of one rank are given the same rollouts
             for name, counts in microbatch.binding.rollouts.items():
                 self._rollouts[name] = self._rollouts.get(name, RolloutCounts()) + counts
@@ -365,20 +358,15 @@ class MegatronReplay:
             for i in microbatch.chunks:
                 self._witnesses.setdefault(i, microbatch)
 
-    def _check_ran(self, microbatch: Microbatch) -> None:
-        ran = {layer for layer, i in self._chunk_of.items() if i in microbatch.chunks}
-        silent = sorted((ran or set(self._layers)) - microbatch.called)
-        if silent and (ran or not microbatch.chunks):
-            raise ReplayError(
-                f"decoder layers {silent}: the router never asked for its routing during the "
-                "microbatch, expected one forward pass through all MoE layers; nothing was "
-                "replayed there"
-            )
+    def _check_state(self, name: str) -> None:
+        if not self._in_step or self._current is not None:
+            state = "inside another microbatch()" if self._in_step else "outside step()"
+            raise ReplayError(f"{name} {state}, expected one at a time inside step()")
 
     def _answer(
         self, layer: int, ask: Ask, counters: Counters
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        again = _in_backward()
+        again = checks.in_backward()
         if again and not self._entered:
             raise ReplayError(
                 f"layer {layer}: the router ran during the backward pass, and not from one of "
@@ -409,91 +397,24 @@ class MegatronReplay:
 
     def _note_run(self, chunk: int) -> Callable[..., None]:
         def hook(_body: Any, _args: Any) -> None:
-            if self._current is not None and not _in_backward():
+            if self._current is not None and not checks.in_backward():
                 self._current.chunks.add(chunk)
 
         return hook
 
     def _check_fed(self, _embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The ids that the model is really given are those whose rows were worked out."""
         current = self._current
-        if current is None or current.fed or _in_backward():
-            return  # MTP layers embed shifted ids after the first time
-        current.fed = True
-        fed, declared = args[0] if args else kwargs["input_ids"], current.input_ids
-        if fed is declared:
-            return
-        if declared is None:
-            raise ReplayError(
-                "this stage is fed input_ids, expected them in microbatch(input_ids=...): only "
-                "stages that are fed hidden states may leave them out"
-            )
-        if fed.shape != declared.shape or not torch.equal(fed, declared.to(fed)):
-            raise ReplayError(
-                f"the model is fed input_ids of shape {list(fed.shape)}, expected those that were "
-                f"given to microbatch(), of shape {list(declared.shape)}, with the same values"
-            )
+        # MTP layers embed shifted ids after the first time
+        if current is not None and not current.fed and not checks.in_backward():
+            current.fed = True
+            checks.check_fed(current, args[0] if args else kwargs["input_ids"])
 
     def _check_layout(self, router: Any, args: tuple[Any, ...]) -> None:
-        """Rows are right only if the router sees [s, b, hidden] of the declared [b, s]."""
-        if self._current is None:
-            return
-        found, expected = tuple(args[0].shape[:2]), tuple(self._current.view.shape)
-        if found != expected:
-            raise ReplayError(
-                f"layer {router.layer_number - 1}: the router sees {list(found)} positions and "
-                f"sequences, expected {list(expected)} for what was given to microbatch()"
-            )
-
-    def _covered(self, batch: RoutingBatch) -> tuple[int, ...]:
-        """The layers of this rank that the batch has routing for: whole chunks, at least one"""
-        spec = batch.spec
-        covered: list[int] = []
-        for chunk in self._chunks:
-            has, needs = chunk.owned.intersection(spec.moe_layers), set(chunk.routers)
-            if has != needs and (has or len(self._chunks) == 1):
-                raise SpecError(
-                    f"the routing is of decoder layers {list(spec.moe_layers)}, expected those of "
-                    f"the model's routers, {list(self._routers)}; the model has no router in "
-                    f"{sorted(has - needs)}, the batch no routing for {sorted(needs - has)}"
-                )
-            covered += sorted(has)
-        for layer, router in self._routers.items():
-            for name, found, expected in (
-                ("num_experts", spec.num_experts, router.num_experts),
-                ("top_k", spec.top_k, router.topk),
-                ("num_layers", spec.num_layers, router.config.num_layers),
-            ):
-                if found != expected:
-                    raise SpecError(
-                        f"the routing has {name}={found}, expected {expected} as in the model's "
-                        f"router of decoder layer {layer}"
-                    )
-        if self._routers and not covered:
-            raise SpecError(
-                f"the routing is of decoder layers {list(spec.moe_layers)}, expected some of this "
-                f"rank's, {list(self._routers)}"
-            )
-        return tuple(sorted(covered))
+        if self._current is not None:
+            checks.check_layout(self._current, router.layer_number - 1, args[0])
 
     def _top_k(self) -> int:
         return next((r.topk for r in self._routers.values()), 1)
 
     def _group(self) -> Any:
         return next((r.tp_cp_group for r in self._routers.values()), None)
-
-
-def _cu_seqlens(packed_seq_params: Any) -> Any:
-    """Offsets of the sequences' slots, as numpy, from Megatron's PackedSeqParams"""
-    if packed_seq_params is None:
-        return None
-    if getattr(packed_seq_params, "local_cp_size", None) is not None:
-        raise ReplayError(
-            "packed_seq_params.local_cp_size is set, expected None: context parallelism that "
-            "changes from batch to batch is not supported"
-        )
-    padded = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
-    offsets = padded if padded is not None else packed_seq_params.cu_seqlens_q
-    if offsets is None:
-        raise ReplayError("packed_seq_params has no cu_seqlens_q, expected the sequences' offsets")
-    return torch.as_tensor(offsets).cpu().numpy()

@@ -20,6 +20,11 @@ from r3.trainer_hooks.megatron_report import LayerCounts
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
+# Up to this top-k, comparing the replayed scores with all others is faster than a native top-k.
+_FEW = 12
+# Comparisons at a time, of a byte each.
+_AT_A_TIME = 1 << 24
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -37,11 +42,6 @@ class Ask:
 
     def native(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.default(scores, self.top_k, self.num_groups, self.group_topk)
-
-    def kth(self) -> torch.Tensor:
-        """The least score of a row's native choice without groups, [rows, 1]"""
-        largest = torch.topk(self.scores.detach(), self.top_k, dim=1, sorted=False).values
-        return largest.amin(dim=1, keepdim=True)
 
 
 class Counters:
@@ -140,7 +140,9 @@ class Microbatch:
             return self._record(layer, ask, counters, again)
         ids = self._experts[self._row_of[layer]].long()
         native = None
-        if not again and (self.native is not None or (self.count and ask.group_topk)):
+        # groups count by the choice itself, a large top-k by its least score
+        counts_by_it = self.count and (ask.group_topk or ask.top_k > _FEW)
+        if not again and (self.native is not None or counts_by_it):
             with torch.no_grad():
                 native = ask.native(ask.scores.detach())
         if self._native_rows is not None:
@@ -206,18 +208,40 @@ class Microbatch:
         ask: Ask,
         counters: Counters,
     ) -> None:
-        """values, ids: what is compared, [rows, top_k]; native: needed with groups"""
-        if ask.group_topk:  # an expert of a group not chosen can have a high score
-            assert native is not None
+        """values, ids: [rows, top_k], what is compared; native: needed with groups"""
+        if native is None:
+            ranks = _ranks(ask.scores.detach(), values, self._experts.dtype)
+            outside = ranks >= ask.top_k
+        elif ask.group_topk:  # an expert of a group not chosen can have a high score
             outside = (ids[:, :, None] != native[1][:, None, :]).all(dim=2)
         else:
-            outside = values < (ask.kth() if native is None else native[0].amin(1, keepdim=True))
+            outside = values < native[0].amin(dim=1, keepdim=True)
         assert self._replayed is not None
         counters.add_outside(outside, self._replayed, free=self.record)
 
     def _move(self, device: torch.device) -> None:
-        self._experts = self._experts.to(device)
+        self._experts = _moved(self._experts, device)
         if self._native_rows is not None:
-            self._native_rows = self._native_rows.to(device)
+            self._native_rows = _moved(self._native_rows, device)
         if self._replayed is not None:
-            self._replayed = self._replayed.to(device)
+            self._replayed = _moved(self._replayed, device)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # or copying waits for all that the device has to do
+    return tensor.to(device, non_blocking=True)
+
+
+def _ranks(scores: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """How many of a row's `scores` [rows, experts] are above each of its `values` [rows, top_k].
+
+    dtype: of the result, one that expert ids fit in.
+    """
+    step = max(1, _AT_A_TIME // (scores.shape[1] * values.shape[1]))
+    found = []
+    for some, of in zip(scores.split(step), values.split(step), strict=True):
+        above = some[:, None, :] > of[:, :, None]  # [rows, top_k, experts]
+        # bools would be copied to `dtype` before they are added up
+        found.append(above.view(torch.uint8).sum(dim=2, dtype=dtype))
+    return torch.cat(found)

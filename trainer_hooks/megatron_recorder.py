@@ -21,16 +21,21 @@ def record_routing(model_chunks: Any) -> Iterator[list[np.ndarray]]:
     """Yield a list that receives one array per forward pass through all MoE layers.
 
     Arrays are int64 [rows, MoE layers, top_k], ids ascending, rows in router order (s-major for
-    [b, s] input), layers in ascending decoder order. Copies to the host, so it synchronises.
+    [b, s] input), layers in ascending decoder order. What is recomputed is left out. Copies to the
+    host, so it synchronises.
     Raises ReplayError if a row has not exactly top_k experts (tokens were dropped), or if a layer
     runs twice before the others have run.
     """
     routers = named_routers(model_chunks)
+    from r3.trainer_hooks.megatron_checks import in_backward
+
     forwards: list[np.ndarray] = []
     seen: dict[int, np.ndarray] = {}
 
     def hook_of(layer: int) -> Any:
         def hook(router: Any, _inputs: Any, output: Any) -> None:
+            if in_backward():  # recomputed
+                return
             used = output[1].detach().cpu().numpy().astype(bool)  # [rows, num_experts]
             per_row = used.sum(axis=1)
             if (per_row != router.topk).any():

@@ -73,7 +73,8 @@ def install() -> None:
     if not version.startswith("0.16."):
         _patch(torch.cuda, "current_stream", lambda *_: None)
     # Recomputation saves and restores CUDA's random state, sequence parallelism forks it. Nothing
-    # draws from it on a CPU; a generator of its own leaves torch's default one alone.
+    # draws from it on a CPU; a generator of its own leaves torch's default one alone. (Seeding and
+    # setting would not fail, but torch queues each with a stack trace until CUDA starts.)
     cuda = torch.Generator()
     _patch(torch.cuda, "manual_seed", cuda.manual_seed)
     _patch(torch.cuda, "get_rng_state", lambda *_: cuda.get_state())
@@ -95,7 +96,7 @@ def uninstall() -> None:
 
 def _patch(owner: Any, name: str, value: Any) -> None:
     before = getattr(owner, name, _ABSENT)
-    if before is _ABSENT:
+    if before is _ABSENT or (isinstance(owner, type) and name not in vars(owner)):  # inherited
         _undo.append(lambda: delattr(owner, name))
     else:
         _undo.append(lambda: setattr(owner, name, before))
