@@ -6,7 +6,8 @@ the rounds of a variant against native routing in the same round. Routers of hid
 as in Qwen3-30B-A3B, 2048, where the projection to logits takes most of the time on a CPU; the MoE
 layer has hidden size 256 and experts of 64. All of them in float32, without and with gradients.
 
-Sequences have 256 slots, a tenth of them padding; one row of each has no routing.
+Sequences have 256 slots, a tenth of them padding; one row of each has no routing. What is replayed
+are the router's own choices, so that the experts have the same work either way.
 
     python benchmarks/replay.py [--json] [--repeats N]
 """
@@ -43,25 +44,24 @@ HIDDEN, WIDE = 256, 2048
 VARIANTS = {"native": None, "replay": False, "replay_counters": True}
 
 
-def make_batch(spec: RouterSpec, sequences: int) -> tuple[RoutingBatch, torch.Tensor]:
-    """Random routing, and the ids that the model is fed, [sequences, SLOTS]."""
+def make_batch(spec: RouterSpec, ids: np.ndarray) -> tuple[RoutingBatch, torch.Tensor]:
+    """A batch with routing `ids` [SLOTS, sequences, layers, top_k], and the tokens that the model
+    is fed, [sequences, SLOTS]."""
     rng = np.random.default_rng(0)
-    noise = rng.random((TOKENS - 1, len(spec.moe_layers), spec.num_experts), np.float32)
-    ids = noise.argpartition(spec.top_k - 1, axis=-1)[..., : spec.top_k]
     traces = [
         RoutingTrace.build(
             spec=spec,
             token_ids=rng.integers(1, VOCAB, TOKENS),
-            routed_experts=np.roll(ids, i, axis=0),
+            routed_experts=ids[: TOKENS - 1, i],
             prompt_len=TOKENS // 4,
             valid=np.arange(TOKENS - 1) != rng.integers(TOKENS - 1),
             rollout_id=RolloutId("benchmark", sample=i),
         )
-        for i in range(sequences)
+        for i in range(ids.shape[1])
     ]
     batch = RoutingBatch.from_traces(traces)
-    fed = np.zeros((sequences, SLOTS), np.int64)
-    fed[:, :TOKENS] = batch.token_ids.reshape(sequences, TOKENS)
+    fed = np.zeros((len(traces), SLOTS), np.int64)
+    fed[:, :TOKENS] = batch.token_ids.reshape(-1, TOKENS)
     return batch, torch.from_numpy(fed)
 
 
@@ -115,11 +115,12 @@ def _timed(module: Any, x: torch.Tensor) -> float:
 
 
 def forward_times(
-    model: Any, module: Any, batch: RoutingBatch, fed: torch.Tensor, grad: bool, repeats: int
+    model: Any, module: Any, spec: RouterSpec, sequences: int, grad: bool, repeats: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds of a forward pass of `module` by variant, and their ratios to native."""
-    hidden = model.config.hidden_size
-    x = torch.randn(SLOTS, len(fed), hidden, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(SLOTS, sequences, model.config.hidden_size)
+    chosen = model.decoder.layers[0].mlp.router(x)[1].nonzero()[:, 1]
+    batch, fed = make_batch(spec, chosen.reshape(SLOTS, sequences, 1, spec.top_k).numpy())
     x.requires_grad_(grad)
     spent: dict[str, list[float]] = {name: [] for name in VARIANTS}
     order = list(VARIANTS)
@@ -143,7 +144,12 @@ def forward_times(
 
 def bind_cost(spec: RouterSpec, repeats: int) -> dict[str, Any]:
     """What entering microbatch() takes, and what it then holds, for BOUND_TOKENS in all layers."""
-    batch, fed = make_batch(spec, -(-BOUND_TOKENS // TOKENS))
+    noise = np.random.default_rng(0).random(
+        (SLOTS, len(spec.moe_layers), spec.num_experts), np.float32
+    )
+    ids = noise.argpartition(spec.top_k - 1, axis=-1)[..., : spec.top_k]
+    rolled = [np.roll(ids, i, axis=0) for i in range(-(-BOUND_TOKENS // TOKENS))]
+    batch, fed = make_batch(spec, np.stack(rolled, axis=1))
     layers, limits = spec.moe_layers, Limits()
     spent: dict[str, list[float]] = {name: [] for name in ("checks", "view", "tables", "all")}
     for _ in range(repeats):
@@ -189,7 +195,6 @@ def measure(rows: int, experts: int, top_k: int, layers: int, repeats: int) -> d
         "threads": torch.get_num_threads(),
     }
     spec = RouterSpec(experts, top_k, (0,), 1)
-    batch, fed = make_batch(spec, rows // SLOTS)
     for hidden in (HIDDEN, WIDE):
         model = make_model(spec, hidden, 64 if hidden == HIDDEN else 8)
         layer = model.decoder.layers[0].mlp
@@ -201,7 +206,7 @@ def measure(rows: int, experts: int, top_k: int, layers: int, repeats: int) -> d
             for grad in (False, True):
                 full = f"{name}_grad" if grad else name
                 click.echo(f"{full} ...", err=True)
-                found = forward_times(model, module, batch, fed, grad, times)
+                found = forward_times(model, module, spec, rows // SLOTS, grad, times)
                 result[f"{full}_ms"], result[f"{full}_ratio"] = found
     click.echo("binding ...", err=True)
     bound = RouterSpec(experts, top_k, tuple(range(layers)), layers)

@@ -321,9 +321,6 @@ def test_just_the_limit_may_be_missing(missing: int, rows: int, fraction: float)
         assert bound(batch, Limits(None)).rows_missing == missing + 1
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bind multiplies: 29 <= 0.29 * 100 is False", raises=ReplayError
-)
 def test_the_limit_is_met_in_decimals_too() -> None:
     """29 of 100 rows are missing and 0.29 may be"""
     for percent in range(101):
@@ -457,11 +454,6 @@ def test_old_rows_count_toward_what_may_be_missing() -> None:
     assert (found.rows_missing, found.rows_stale, found.native.tolist()) == (2, 0, [0, 1, 8])
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="rows of last tokens are counted as old but not as expected",
-    raises=(ReplayError, ZeroDivisionError),
-)
 @pytest.mark.parametrize("length", [1, 4])
 def test_last_tokens_with_routing_can_be_old_too(length: int) -> None:
     """Of an engine that forwarded them; a limit of 1 is met by everything"""
@@ -477,9 +469,9 @@ def test_last_tokens_with_routing_can_be_old_too(length: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_missing_fraction": -0.01}, "max_missing_fraction is -0.01, expected 0..1 or None"),
-        ({"max_missing_fraction": 1.01}, "max_missing_fraction is 1.01, expected 0..1 or None"),
-        ({"max_missing_fraction": math.nan}, "max_missing_fraction is nan, expected 0..1 or None"),
+        ({"max_missing_fraction": -0.01}, "max_missing_fraction is -0.01, expected a number from 0 to 1"),
+        ({"max_missing_fraction": 1.01}, "max_missing_fraction is 1.01, expected a number from 0 to 1"),
+        ({"max_missing_fraction": math.nan}, "max_missing_fraction is nan, expected a number from 0 to 1"),
         ({"max_weight_lag": -1}, "max_weight_lag is -1, expected an integer from 0, or None"),
         ({"max_weight_lag": 1.0}, "max_weight_lag is 1.0, expected an integer from 0, or None"),
         ({"max_weight_lag": "1"}, "max_weight_lag is '1', expected an integer from 0, or None"),

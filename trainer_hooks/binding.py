@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal
 
 import numpy as np
@@ -45,13 +46,19 @@ class Limits:
     on_stale: Literal["stop", "native", "warn"] = "stop"
 
     def __post_init__(self) -> None:
-        fraction, lag = self.max_missing_fraction, self.max_weight_lag
-        if fraction is not None and not 0 <= fraction <= 1:
-            raise ReplayError(f"max_missing_fraction is {fraction!r}, expected 0..1 or None")
-        if lag is not None and (not isinstance(lag, int) or lag < 0):
+        check_fraction("max_missing_fraction", self.max_missing_fraction)
+        lag = self.max_weight_lag
+        if lag is not None and (not isinstance(lag, Integral) or isinstance(lag, bool) or lag < 0):
             raise ReplayError(f"max_weight_lag is {lag!r}, expected an integer from 0, or None")
         if self.on_stale not in ("stop", "native", "warn"):
             raise ReplayError(f"on_stale is {self.on_stale!r}, expected 'stop', 'native' or 'warn'")
+
+
+def check_fraction(name: str, value: float | None) -> None:
+    """Raise ReplayError unless `value` is a number from 0 to 1, or None."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    if value is not None and not (real and 0 <= value <= 1):
+        raise ReplayError(f"{name} is {value!r}, expected a number from 0 to 1, or None")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +94,13 @@ def bind(
     """
     is_last = np.zeros(batch.num_tokens, bool)
     is_last[batch.cu_seqlens[1:] - 1] = True
-    missing = ~batch.valid & ~is_last
+    expected = (
+        batch.valid | ~is_last
+    )  # an engine that forwards the last token too is odd, not wrong
+    missing = expected & ~batch.valid
     stale = _stale(batch, limits, weight_version)
-    rollouts = _count(batch, ~is_last, missing, stale)
-    _check_missing(rollouts, int((~is_last).sum()), limits)
+    rollouts = _count(batch, expected, missing, stale)
+    _check_missing(rollouts, int(expected.sum()), limits)
     valid = batch.valid & ~stale
 
     padding = view.index < 0
@@ -110,12 +120,12 @@ def _table(
 ) -> np.ndarray:
     spec = batch.spec
     # torch lacks most operations for uint16
-    dtype = np.uint8 if spec.num_experts <= 256 else np.int16
+    dtype = np.dtype(np.uint8 if spec.num_experts <= 256 else np.int16)
     if spec.num_experts > 1 << 15:
-        dtype = np.int32
+        dtype = np.dtype(np.int32)
     wanted = [spec.moe_layers.index(layer) for layer in layers]
     # numpy is slow on an axis of top_k numbers, so the experts of a row and layer move as one item
-    cell = np.dtype((np.void, spec.top_k * np.dtype(dtype).itemsize))
+    cell = np.dtype((np.void, spec.top_k * dtype.itemsize))
     cells = np.empty((len(layers), len(view.index)), cell)
     for start in range(0, len(view.index), _ROWS):
         rows = slice(start, start + _ROWS)
@@ -179,7 +189,8 @@ def _count(
 
 def _check_missing(rollouts: dict[RolloutId, RolloutCounts], expected: int, limits: Limits) -> None:
     native = sum(r.rows_missing + r.rows_stale for r in rollouts.values())
-    if limits.max_missing_fraction is None or native <= limits.max_missing_fraction * expected:
+    limit = limits.max_missing_fraction
+    if limit is None or not native or native / expected <= limit:
         return
     worst = sorted(rollouts.items(), key=lambda item: -item[1].native_fraction)
     names = ", ".join(f"{name} ({r.native_fraction:.0%})" for name, r in worst[:5])
@@ -187,5 +198,5 @@ def _check_missing(rollouts: dict[RolloutId, RolloutCounts], expected: int, limi
     raise ReplayError(
         f"{native} of {expected} rows have no routing that may be replayed "
         f"({native / expected:.1%}), expected at most max_missing_fraction = "
-        f"{limits.max_missing_fraction:.1%}; by share of their rows: {names}{more}"
+        f"{limit:.1%}; by share of their rows: {names}{more}"
     )

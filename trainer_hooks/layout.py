@@ -178,6 +178,12 @@ def check_batch(batch: RoutingBatch) -> None:
         raise TraceError(
             f"valid has shape {list(valid.shape)} and dtype {valid.dtype}, expected bool [{total}]"
         )
+    versions = batch.weight_versions
+    if versions.shape != (total,) or versions.dtype.kind != "i":
+        raise TraceError(
+            f"weight_versions has shape {list(versions.shape)} and dtype {versions.dtype}, "
+            f"expected integers [{total}]"
+        )
     if ids.shape[:1] != (total,) or ids.dtype.kind not in "iu":
         raise TraceError(
             f"routed_experts has shape {list(ids.shape)} and dtype {ids.dtype}, expected integers "

@@ -21,7 +21,7 @@ from r3.batch import RoutingBatch
 from r3.errors import MissingDependencyError, ReplayError
 from r3.identity import RolloutId
 from r3.trainer_hooks import megatron_recompute
-from r3.trainer_hooks.binding import Limits, bind
+from r3.trainer_hooks.binding import Limits, bind, check_fraction
 from r3.trainer_hooks.layout import RankPlace, check_batch, view_of
 from r3.trainer_hooks.megatron_report import LayerCounts, ReplayReport, RolloutCounts
 from r3.trainer_hooks.megatron_routers import (
@@ -128,8 +128,7 @@ class MegatronReplay:
         count_outside: bool = True,
     ) -> None:
         self._limits = Limits(max_missing_fraction, max_weight_lag, on_stale)
-        if max_outside_fraction is not None and not 0 <= max_outside_fraction <= 1:
-            raise ReplayError(f"max_outside_fraction is {max_outside_fraction}, expected 0..1")
+        check_fraction("max_outside_fraction", max_outside_fraction)
         self._count, self._max_outside = count_outside, max_outside_fraction
         self._chunks = find_chunks(model_chunks)
         self._routers = merged_routers(self._chunks)

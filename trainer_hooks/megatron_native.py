@@ -76,9 +76,9 @@ def check_outside(
     outside the native top-k."""
     total = report.total
     experts = total.rows_replayed * top_k
-    if total.outside_topk_experts_forced <= limit * experts:
+    share = total.outside_topk_experts_forced / max(experts, 1)
+    if share <= limit:
         return
-    share = total.outside_topk_experts_forced / experts
     text = (
         f"{share:.1%} of the replayed experts are outside the trainer's native top-k, expected at "
         f"most max_outside_fraction = {limit:.1%}: "

@@ -145,7 +145,8 @@ def _parallel_fields() -> dict[str, Any]:
         "sequence_parallel": tp > 1,
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline_model_parallel_size": vpp,
-        # the interleaved schedule cannot batch messages with gloo: two stages wait for each other
+        # batched by the interleaved schedule, messages between two stages that are each other's
+        # next and previous get mixed up with gloo: no error, wrong losses
         "overlap_p2p_comm": vpp is not None,
         "batch_p2p_comm": vpp is None,
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
