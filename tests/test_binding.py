@@ -466,12 +466,18 @@ def test_last_tokens_with_routing_can_be_old_too(length: int) -> None:
 # -------------------------------------------------------------------------------------- options
 
 
+FRACTION = "max_missing_fraction is {}, expected a number from 0 to 1, or None"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_missing_fraction": -0.01}, "max_missing_fraction is -0.01, expected a number from 0 to 1"),
-        ({"max_missing_fraction": 1.01}, "max_missing_fraction is 1.01, expected a number from 0 to 1"),
-        ({"max_missing_fraction": math.nan}, "max_missing_fraction is nan, expected a number from 0 to 1"),
+        ({"max_missing_fraction": -0.01}, FRACTION.format("-0.01")),
+        ({"max_missing_fraction": 1.01}, FRACTION.format("1.01")),
+        ({"max_missing_fraction": math.nan}, FRACTION.format("nan")),
+        ({"max_missing_fraction": "x"}, FRACTION.format("'x'")),
+        ({"max_missing_fraction": True}, FRACTION.format("True")),
+        ({"max_weight_lag": True}, "max_weight_lag is True, expected an integer from 0, or None"),
         ({"max_weight_lag": -1}, "max_weight_lag is -1, expected an integer from 0, or None"),
         ({"max_weight_lag": 1.0}, "max_weight_lag is 1.0, expected an integer from 0, or None"),
         ({"max_weight_lag": "1"}, "max_weight_lag is '1', expected an integer from 0, or None"),
