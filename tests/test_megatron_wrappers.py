@@ -1,4 +1,4 @@
-"""Replay in models as Megatron trains them: wrapped, with its optimizers, with MTP layers."""
+"""Replay in models as Megatron trains them: wrapped, with its optimizers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from megatron_ranks import (
 from megatron_replay_runs import (
     CONFIG,
     RECOMPUTE,
-    SPEC,
     enter_replay,
     forward_tokens,
     make_microbatches,
@@ -29,7 +28,6 @@ from megatron_replay_runs import (
     witness,
 )
 from megatron_tools import random_replay, routers_of
-from r3.trainer_hooks.megatron_cpu.modules import RMSNorm
 from r3.trainer_hooks.megatron_cpu.qwen3_moe import build_model_chunks, load_hf_weights
 
 pytestmark = [
@@ -100,38 +98,3 @@ def test_gradients_in_the_buffers_of_ddp_are_those_of_the_bare_model() -> None:
             found = layer.mlp.router.weight.main_grad
             error = (found - expected[layer.layer_number - 1]).norm() / found.norm()
             assert error < 1e-5
-
-
-def test_field_15_18_mtp_layers_are_left_alone() -> None:
-    """An MTP layer has a router of its own, for which no engine has rows"""
-    (model,) = with_mtp()
-    mtp = model.mtp.layers[0].transformer_layer.mlp.router
-    microbatches = make_microbatches("padded", 2)
-    with random_replay(model) as replay:
-        assert replay.moe_layers == SPEC.moe_layers
-        assert mtp.router_replay is None
-        with witness([model]) as maps:
-            train([model], replay, microbatches)
-        assert sorted(replay.report().layers) == list(SPEC.moe_layers)
-        for layer, used in maps.items():
-            assert matching(used, microbatches, layer) == {0: 2, 1: 2}
-    assert mtp.weight.grad.abs().sum() > 0
-
-
-def with_mtp() -> list[Any]:
-    """A model as of `build_model_chunks`, with one MTP layer behind it"""
-    import megatron.core.models.gpt as gpt
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
-    class WithMtp(gpt.GPTModel):  # type: ignore[misc, name-defined]
-        def __init__(self, **options: Any) -> None:
-            config, block = options["config"], options["transformer_layer_spec"]
-            mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
-            for layer in mtp.layer_specs:
-                parts = layer.submodules
-                parts.enorm = parts.hnorm = parts.layer_norm = RMSNorm
-            super().__init__(**options, mtp_block_spec=mtp)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt, "GPTModel", WithMtp)
-        return build_model_chunks(CONFIG, mtp_num_layers=1, **RECOMPUTE["full"])

@@ -94,9 +94,8 @@ def bind(
     """
     is_last = np.zeros(batch.num_tokens, bool)
     is_last[batch.cu_seqlens[1:] - 1] = True
-    expected = (
-        batch.valid | ~is_last
-    )  # an engine that forwards the last token too is odd, not wrong
+    # an engine that forwards last tokens too is odd, not wrong
+    expected = batch.valid | ~is_last
     missing = expected & ~batch.valid
     stale = _stale(batch, limits, weight_version)
     rollouts = _count(batch, expected, missing, stale)

@@ -39,7 +39,13 @@ except ImportError as e:
     ) from e
 
 from r3.trainer_hooks import megatron_checks as checks
-from r3.trainer_hooks.megatron_microbatch import Ask, Counters, Microbatch, TopK
+from r3.trainer_hooks.megatron_microbatch import (
+    Ask,
+    Counters,
+    Microbatch,
+    RolloutsOutside,
+    TopK,
+)
 from r3.trainer_hooks.megatron_native import NativeRouting, check_outside
 
 
@@ -110,8 +116,7 @@ class MegatronReplay:
     outside the trainer's native top-k: rows that are shifted or belong to other tokens look like
     that (0.57 for a shift by one token on Qwen3-30B-A3B, 0.62 on Mixtral, against 0.1 for the right
     rows). Costs one synchronisation per step. None for any.
-    count_outside: count these experts, without synchronisation; without it, replay is cheaper
-    than native routing.
+    count_outside: count these experts, without synchronisation.
 
     Raises MissingDependencyError and UnsupportedError, see `megatron_routers`; a model that was
     refused is left as it was.
@@ -152,6 +157,7 @@ class MegatronReplay:
         self._entered = False  # inside a function that Megatron checkpoints
         self._witnesses: dict[int, Microbatch] = {}  # the first microbatch of the step, by chunk
         self._rollouts: dict[RolloutId, RolloutCounts] = {}
+        self._outside: list[RolloutsOutside] = []  # of the step, by forward pass
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -203,12 +209,14 @@ class MegatronReplay:
         check_settings(self._routers)  # they may have been changed since
         for layer in self._layers.values():
             layer.counters.clear()
-        self._rollouts, self._weight_version = {}, weight_version
+        self._rollouts, self._outside, self._weight_version = {}, [], weight_version
         self._in_step = True
         try:
             yield
             if self._max_outside is not None and self._count:
-                check_outside(self.report(), self._top_k(), self._max_outside, self._witnesses)
+                check_outside(
+                    self.report(), self._top_k(), self._max_outside, self._witnesses.values()
+                )
         finally:
             self._in_step, self._current = False, None
             self._witnesses.clear()
@@ -280,7 +288,13 @@ class MegatronReplay:
                 outside_topk_cells_free=free_cells,
                 outside_topk_experts_free=free,
             )
-        return ReplayReport(layers, dict(self._rollouts))
+        rollouts = dict(self._rollouts)
+        experts = torch.cat([x.experts for x in self._outside]).tolist() if self._outside else []
+        names = [(n, c) for x in self._outside for n, c in zip(x.names, x.cells, strict=True)]
+        for (name, cells), count in zip(names, experts, strict=True):
+            counts = RolloutCounts(cells_replayed=int(cells), outside_topk_experts_forced=count)
+            rollouts[name] = rollouts.get(name, RolloutCounts()) + counts
+        return ReplayReport(layers, rollouts)
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
         """For `megatron_recompute`: enters the microbatch of now, as often as asked."""
@@ -353,6 +367,9 @@ class MegatronReplay:
         if 0 in microbatch.chunks:  # chunks of one rank are given the same rollouts
             for name, counts in microbatch.binding.rollouts.items():
                 self._rollouts[name] = self._rollouts.get(name, RolloutCounts()) + counts
+        outside = None if microbatch.record else microbatch.outside_by_rollout()
+        if outside is not None:
+            self._outside.append(outside)
         if microbatch.native is not None and not microbatch.record:
             for i in microbatch.chunks:
                 self._witnesses.setdefault(i, microbatch)
@@ -374,6 +391,8 @@ class MegatronReplay:
             )
         current = self._current
         if current is None:
+            if self._in_step and not again:
+                counters.add_rows(LayerCounts(rows_not_enclosed=len(ask.scores)))
             return ask.native(ask.scores)
         if not current.covers(layer):
             raise ReplayError(

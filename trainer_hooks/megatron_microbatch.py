@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from r3.batch import RoutingBatch
+from r3.identity import RolloutId
 from r3.trainer_hooks.binding import Binding
 from r3.trainer_hooks.layout import RankView
 from r3.trainer_hooks.megatron_report import LayerCounts
@@ -58,13 +59,15 @@ class Counters:
     def add_rows(self, rows: LayerCounts) -> None:
         self._passes.append(rows)  # adding them up here would hold up the forward pass
 
-    def add_outside(self, outside: torch.Tensor, rows: torch.Tensor, free: bool) -> None:
-        """outside: bool [rows, top_k]; rows: int64 [rows], 1 for those that count, else 0"""
+    def add_outside(
+        self, outside: torch.Tensor, rows: torch.Tensor, top_k: int, free: bool
+    ) -> None:
+        """outside: int64 [rows], experts; rows: int64 [rows], 1 for those that count, else 0"""
         if self._rows_by_outside is None:
-            size = (2, outside.shape[1] + 1)
+            size = (2, top_k + 1)
             with torch.inference_mode(False):  # or later passes could not add to it
                 self._rows_by_outside = torch.zeros(size, dtype=torch.int64, device=outside.device)
-        self._rows_by_outside[int(free)].index_add_(0, outside.sum(dim=1), rows)
+        self._rows_by_outside[int(free)].index_add_(0, outside, rows)
 
     @property
     def rows(self) -> LayerCounts:
@@ -78,6 +81,15 @@ class Counters:
             return None
         experts = rows * torch.arange(rows.shape[1], device=rows.device)
         return torch.stack([rows[:, 1:].sum(dim=1), experts.sum(dim=1)], dim=1).flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutsOutside:
+    """names: B. cells: integers [B], replayed ones. experts: int64 [B], those outside."""
+
+    names: tuple[RolloutId, ...]
+    cells: np.ndarray
+    experts: torch.Tensor
 
 
 class Microbatch:
@@ -112,6 +124,7 @@ class Microbatch:
         rows = len(view.index)
         self._native_rows = torch.from_numpy(binding.native) if len(binding.native) else None
         self._replayed = torch.from_numpy(binding.replayed.astype(np.int64)) if count else None
+        self._outside: torch.Tensor | None = None  # int64 [rows], experts of all layers
         self._chosen: dict[int, torch.Tensor] = {}  # of native rows, where they may be asked again
         self.rows = LayerCounts(
             rows_replayed=0 if record else int(binding.replayed.sum()),
@@ -217,7 +230,22 @@ class Microbatch:
         else:
             outside = values < native[0].amin(dim=1, keepdim=True)
         assert self._replayed is not None
-        counters.add_outside(outside, self._replayed, free=self.record)
+        experts = outside.sum(dim=1)
+        counters.add_outside(experts, self._replayed, ask.top_k, free=self.record)
+        self._outside = experts if self._outside is None else self._outside + experts
+
+    def outside_by_rollout(self) -> RolloutsOutside | None:
+        """What was counted in this pass, by rollout; on the device still."""
+        if self._outside is None or self._replayed is None:
+            return None
+        sequence = np.searchsorted(self.batch.cu_seqlens[1:], self.view.index, side="right")
+        replayed, size = self.binding.replayed, len(self.batch)
+        cells = np.bincount(sequence[replayed], minlength=size) * len(self.called)
+        with torch.inference_mode(False), torch.no_grad():
+            experts = torch.zeros(size, dtype=torch.int64, device=self._outside.device)
+            where = _moved(torch.from_numpy(sequence), experts.device)
+            experts.index_add_(0, where, self._outside * self._replayed)
+        return RolloutsOutside(self.batch.rollout_ids, cells, experts)
 
     def _move(self, device: torch.device) -> None:
         self._experts = _moved(self._experts, device)

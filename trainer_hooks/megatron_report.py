@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from r3.identity import RolloutId
 
@@ -18,6 +18,9 @@ class LayerCounts:
     the engine delivered no routing for them; neither padding nor the last token of a sequence,
     which no engine forwards. rows_stale: rows routed natively because their weights were too old.
 
+    rows_not_enclosed: rows of passes within the step, evaluation say, that no microbatch() or
+    record() enclosed, and that were native therefore.
+
     The `forced` counts are over replayed rows and compare with the trainer's native top-k of the
     same layer, with the layers below replayed. outside_topk_cells_forced: rows with at least one
     expert outside it. outside_topk_experts_forced: such experts.
@@ -28,6 +31,7 @@ class LayerCounts:
     rows_replayed: int = 0
     rows_missing: int = 0
     rows_stale: int = 0
+    rows_not_enclosed: int = 0
     outside_topk_cells_forced: int = 0
     outside_topk_experts_forced: int = 0
     rows_compared: int = 0
@@ -35,27 +39,27 @@ class LayerCounts:
     outside_topk_experts_free: int = 0
 
     def __add__(self, other: LayerCounts) -> LayerCounts:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return LayerCounts(*(a + b for a, b in pairs))
+        return _added(self, other)
 
 
 @dataclass(frozen=True)
 class RolloutCounts:
-    """Rows of one rollout that should have had routing, and those routed natively instead.
+    """What happened to one rollout; each forward pass counts.
 
-    Of the whole rollout, whatever part of it this rank sees; each forward pass counts.
+    rows: those that should have had routing; rows_missing, rows_stale: of these, routed natively.
+    Of the whole rollout, whatever part of it this rank sees.
+    cells_replayed: tokens times layers replayed on this rank. outside_topk_experts_forced: experts
+    of these that were outside the trainer's native top-k. Both 0 without counting.
     """
 
     rows: int = 0
     rows_missing: int = 0
     rows_stale: int = 0
+    cells_replayed: int = 0
+    outside_topk_experts_forced: int = 0
 
     def __add__(self, other: RolloutCounts) -> RolloutCounts:
-        return RolloutCounts(
-            self.rows + other.rows,
-            self.rows_missing + other.rows_missing,
-            self.rows_stale + other.rows_stale,
-        )
+        return _added(self, other)
 
     @property
     def native_fraction(self) -> float:
@@ -63,9 +67,20 @@ class RolloutCounts:
         return (self.rows_missing + self.rows_stale) / max(self.rows, 1)
 
 
+_Counts = TypeVar("_Counts", LayerCounts, RolloutCounts)
+
+
+def _added(a: _Counts, b: _Counts) -> _Counts:
+    pairs = zip(vars(a).values(), vars(b).values(), strict=True)
+    return type(a)(*(x + y for x, y in pairs))
+
+
 @dataclass(frozen=True)
 class ReplayReport:
-    """Counts of one step by 0-based decoder layer, and of each rollout with native rows."""
+    """Counts of one step by 0-based decoder layer, and by rollout.
+
+    rollouts: those that were replayed; without counting only those with rows routed natively.
+    """
 
     layers: Mapping[int, LayerCounts]
     rollouts: Mapping[RolloutId, RolloutCounts] = field(default_factory=dict)
@@ -87,6 +102,8 @@ class ReplayReport:
             cells = (f"{getattr(c, name):>{len(name)}}" for name in used)
             lines.append(f"{layer:>5}  " + "  ".join(cells))
         for rollout, r in self.rollouts.items():
+            if r.native_fraction == 0:
+                continue
             lines.append(
                 f"rollout {rollout}: {r.rows_missing} missing and {r.rows_stale} stale of "
                 f"{r.rows} rows"

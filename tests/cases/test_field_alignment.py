@@ -176,7 +176,10 @@ def mtp_model(request: Any, megatron: None, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def mtp_router(model: Any) -> Any:
-    return model.mtp.layers[0].transformer_layer.mlp.router
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    (router,) = (m for m in model.mtp.modules() if isinstance(m, TopKRouter))
+    return router
 
 
 def run_mtp(model: Any, ids: Any) -> Any:
