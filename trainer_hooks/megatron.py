@@ -144,7 +144,8 @@ class MegatronReplay:
         self._hooks: list[Any] = []
         for layer, router in self._routers.items():
             router.router_replay = self._layers[layer]
-            self._hooks.append(router.register_forward_pre_hook(_Hook(self._check_layout)))
+            hook = _Hook(self._check_layout)
+            self._hooks.append(router.register_forward_pre_hook(hook, with_kwargs=True))
         for i, chunk in enumerate(self._chunks):
             for body in chunk.bodies:
                 self._hooks.append(body.register_forward_pre_hook(_Hook(self._note_run(i))))
@@ -427,9 +428,10 @@ class MegatronReplay:
             current.fed = True
             checks.check_fed(current, args[0] if args else kwargs["input_ids"])
 
-    def _check_layout(self, router: Any, args: tuple[Any, ...]) -> None:
+    def _check_layout(self, router: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._current is not None:
-            checks.check_layout(self._current, router.layer_number - 1, args[0])
+            hidden = args[0] if args else kwargs["input"]
+            checks.check_layout(self._current, router.layer_number - 1, hidden)
 
     def _top_k(self) -> int:
         return next((r.topk for r in self._routers.values()), 1)

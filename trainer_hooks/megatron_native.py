@@ -60,7 +60,7 @@ class NativeRouting:
             table = table.to(device)
             torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX, group=self._group)
         routed = table.cpu().numpy()
-        valid: np.ndarray = (routed >= 0).all(axis=(1, 2))
+        valid = routed.min(axis=(1, 2)) >= 0
         valid[batch.cu_seqlens[1:] - 1] = False
         version = -1 if self._version is None else self._version
         spec = dataclasses.replace(batch.spec, moe_layers=layers)
