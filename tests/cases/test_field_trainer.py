@@ -16,6 +16,8 @@ with those of a model that recomputes nothing.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -95,6 +97,14 @@ def plain_gradients(batches: list[RoutingBatch]) -> list[torch.Tensor]:
 # -------------------------------------------------------------------------- 74: consumed twice
 
 
+LENGTHS = {"alike": ([9, 6], [9, 6]), "other": ([9, 6], [13])}
+
+
+def selected(cases: Iterable[Any], some: list[Any]) -> list[Any]:
+    """All cases, those that are not in `some` for `make test-full` only"""
+    return [pytest.param(*c, marks=[] if c in some else pytest.mark.full) for c in cases]
+
+
 @pytest.mark.parametrize("recompute", AGAIN)
 def test_field_74_one_microbatch_is_forwarded_twice(recompute: str) -> None:
     """Once in the forward pass and once in the backward one, with the same rows; counted once"""
@@ -145,17 +155,22 @@ def test_field_74_one_batch_in_two_microbatches(recompute: str, both_first: bool
 # ------------------------------------------------------------------- 75: of another microbatch
 
 
-@pytest.mark.parametrize("between", ["nothing", "evaluation", "within"])
-@pytest.mark.parametrize("lengths", [([9, 6], [9, 6]), ([9, 6], [13])], ids=["alike", "other"])
-@pytest.mark.parametrize("recompute", AGAIN)
+@pytest.mark.parametrize(
+    ("recompute", "shapes", "between"),
+    selected(
+        itertools.product(AGAIN, LENGTHS, ["nothing", "evaluation", "within"]),
+        [("full", "alike", "nothing"), ("full", "other", "evaluation"), ("moe", "alike", "within")],
+    ),
+)
 def test_field_75_the_last_microbatch_is_recomputed_first(
-    recompute: str, lengths: tuple[list[int], list[int]], between: str
+    recompute: str, shapes: str, between: str
 ) -> None:
     """Forward 0, forward 1, recompute 1, recompute 0.
 
     Microbatches of one shape would be confused silently. Behind forward 1 there may be an
     evaluation, whose rows nobody recomputes; and a backward pass may lie within a microbatch.
     """
+    lengths = LENGTHS[shapes]
     batches = [random_batch(n, seed=i) for i, n in enumerate(lengths)]
     evaluated = random_batch(lengths[0], seed=2)
     model = make_model(**RECOMPUTE[recompute])
@@ -228,9 +243,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("recompute", "name"), [("full", name) for name in SETTINGS] + [("moe", "softmax")]
+    ("how", "recompute", "name"),
+    selected(
+        itertools.product(["replay", "replay without counting", "record"], AGAIN, SETTINGS),
+        [
+            ("replay", "full", "softmax"),
+            ("replay without counting", "moe", "softmax"),
+            ("record", "full", "groups"),
+        ],
+    ),
 )
-@pytest.mark.parametrize("how", ["replay", "replay without counting", "record"])
 def test_field_76_a_recomputation_that_tips_over_keeps_its_experts(
     how: str, recompute: str, name: str
 ) -> None:
