@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from r3 import RolloutId, RouterSpec, RoutingBatch, RoutingTrace
@@ -32,6 +33,13 @@ CONFIG = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 SPEC = RouterSpec(num_experts=8, top_k=2, moe_layers=(0, 2), num_layers=3)
+FOUR_LAYERS = {**CONFIG, "num_hidden_layers": 4}
+# of a test module that runs Megatron-core
+MARKS = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("megatron"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 
 def make_model(seed: int = 0, config: dict[str, Any] | None = None, **settings: Any) -> Any:

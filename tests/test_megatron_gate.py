@@ -17,14 +17,18 @@ import pytest
 import torch
 
 from megatron_replay_runs import CONFIG, RECOMPUTE, SPEC
-from megatron_tools import forward, make_model, padded, random_batch, random_replay, routers_of
+from megatron_tools import (
+    MARKS,
+    forward,
+    make_model,
+    padded,
+    random_batch,
+    random_replay,
+    routers_of,
+)
 from r3 import RouterSpec
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("megatron"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 
 ONE_LAYER = {"num_hidden_layers": 1, "mlp_only_layers": []}
 EXPERTS, TOP_K, ROWS, COEFF = 8, 2, 16, 0.3

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_tools import (
+    MARKS,
     forward,
     make_model,
     packed_params,
@@ -32,11 +33,7 @@ from r3 import (
 from r3.trainer_hooks import MegatronReplay
 from r3.trainer_hooks.megatron_recorder import record_routing
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("megatron"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 
 
 def test_tokens_of_another_rollout(model: Any) -> None:

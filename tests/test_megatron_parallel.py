@@ -23,12 +23,9 @@ from megatron_replay_runs import (
     run_case,
     run_cases,
 )
+from megatron_tools import MARKS
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("megatron"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 
 # every layout and every kind of recomputation at least once, the delicate pairs all
 SELECTED = {

@@ -19,30 +19,13 @@ from megatron_ranks import (
     run_schedule,
     wrap,
 )
+from megatron_tools import FOUR_LAYERS as CONFIG
 from r3 import FormatError, UnsupportedError
 from r3.trainer_hooks.megatron_cpu import shim
 from r3.trainer_hooks.megatron_cpu.qwen3_moe import build_model_chunks, load_hf_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
 
-CONFIG = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [1],
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 64,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 # sizes of the layout, settings of the model, kind of microbatches
 Case = tuple[dict[str, Any], dict[str, Any], str]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_tools import (
+    MARKS,
     SPEC,
     expected_rows,
     forward,
@@ -27,11 +28,7 @@ from r3.trainer_hooks.megatron_cpu.qwen3_moe import token_logprobs
 from r3.trainer_hooks.megatron_recorder import record_routing
 from r3.trainer_hooks.megatron_routers import megatron_version
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("megatron"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 
 
 # ------------------------------------------------------------------------- what is really used

@@ -23,6 +23,7 @@ from megatron_replay_runs import (
     witness,
 )
 from megatron_tools import (
+    MARKS,
     forward,
     make_model,
     native_topk,
@@ -35,11 +36,7 @@ from r3 import ReplayError, RoutingBatch, SpecError
 from r3.trainer_hooks import MegatronReplay
 from r3.trainer_hooks.megatron_recorder import record_routing
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("megatron"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")

@@ -16,15 +16,11 @@ import pytest
 import torch
 
 from megatron_replay_runs import ALLTOALL, CONFIG, SPEC
-from megatron_tools import forward, make_model, padded, random_batch
+from megatron_tools import MARKS, forward, make_model, padded, random_batch
 from r3 import R3Error, ReplayError, RoutingBatch, RoutingTrace, TraceError
 from r3.trainer_hooks import MegatronReplay
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("megatron"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 
 LENGTHS = [60, 50, 40, 30]
 DISPATCHERS: dict[str, dict[str, Any]] = {"allgather": {}, "alltoall": ALLTOALL}

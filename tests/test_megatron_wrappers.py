@@ -27,14 +27,10 @@ from megatron_replay_runs import (
     matching,
     witness,
 )
-from megatron_tools import random_replay, routers_of
+from megatron_tools import MARKS, random_replay, routers_of
 from r3.trainer_hooks.megatron_cpu.qwen3_moe import build_model_chunks, load_hf_weights
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("megatron"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 
 
 def build(dtype: torch.dtype = torch.float32, **settings: Any) -> list[Any]:

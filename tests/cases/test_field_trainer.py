@@ -28,6 +28,7 @@ import torch
 from megatron_replay_runs import RECOMPUTE, witness
 from megatron_tools import (
     CONFIG,
+    MARKS,
     SPEC,
     expected_rows,
     forward,
@@ -41,11 +42,7 @@ from megatron_tools import (
 from r3 import RouterSpec, RoutingBatch, RoutingTrace, TraceError
 from r3.trainer_hooks.megatron_recorder import record_routing
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("megatron"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 AGAIN = ("full", "moe")  # these recompute every router
 
 

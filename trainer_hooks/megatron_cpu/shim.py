@@ -144,22 +144,11 @@ def _stub_triton() -> None:
         _undo.append(lambda: sys.modules.pop(name, None))
 
 
-def init_ranks(
-    store: Path,
-    rank: int,
-    world_size: int,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    vpp: int | None = None,
-    cp: int = 1,
-    ep: int = 1,
-    etp: int = 1,
-) -> None:
+def init_ranks(store: Path, rank: int, world_size: int, **sizes: int | None) -> None:
     """Install the shim and set up gloo and model parallelism of one of `world_size` processes.
 
     store: a file that does not exist yet, the same for all ranks; they meet there and need no port.
-    The sizes are those of `set_parallel`. Raises UnsupportedError if torch.distributed already
+    sizes: those of `set_parallel`. Raises UnsupportedError if torch.distributed already
     runs.
     """
     global _made_group
@@ -172,7 +161,7 @@ def init_ranks(
         "gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size
     )
     _made_group = True
-    set_parallel(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp)
+    set_parallel(**sizes)  # type: ignore[arg-type]
 
 
 def set_parallel(
