@@ -115,7 +115,7 @@ class MegatronReplay:
     max_outside_fraction: leaving a step is an error if a larger share of the replayed experts was
     outside the trainer's native top-k: rows that are shifted or belong to other tokens look like
     that (0.57 for a shift by one token on Qwen3-30B-A3B, 0.62 on Mixtral, against 0.1 for the right
-    rows). Costs one synchronisation per step. None for any.
+    rows). Costs one synchronisation per step, and needs count_outside. None for any.
     count_outside: count these experts, without synchronisation.
 
     Raises MissingDependencyError and UnsupportedError, see `megatron_routers`; a model that was
@@ -387,8 +387,9 @@ class MegatronReplay:
         if again and not self._entered:
             raise ReplayError(
                 f"layer {layer}: the router ran during the backward pass, and not from one of "
-                "Megatron's own checkpoints (recompute_granularity), which alone are known to "
-                "replay: expected no other recomputation around MoE layers"
+                "Megatron's own checkpoints (recompute_granularity) made since replay was "
+                "attached, which alone are known to it: expected no other recomputation around MoE "
+                "layers"
             )
         current = self._current
         if current is None:
