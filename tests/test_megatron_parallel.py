@@ -56,6 +56,11 @@ NATIVE = [
 ]
 
 
+def possible(layout: str, recompute: str) -> bool:
+    """Megatron fails where a chunk has not a multiple of the layers that are recomputed at once"""
+    return recompute != "full of 2" or not ("uneven" in layout or "vpp" in layout)
+
+
 def pairs(ranks: int) -> list[Any]:
     return [
         pytest.param(
@@ -66,6 +71,7 @@ def pairs(ranks: int) -> list[Any]:
         for layout, settings in LAYOUTS.items()
         if settings.ranks == ranks
         for recompute in RECOMPUTE
+        if possible(layout, recompute)
     ]
 
 
@@ -190,6 +196,7 @@ def test_megatrons_own_replay_is_right_where_it_is_simple(
                 for layout, settings in LAYOUTS.items()
                 if settings.ranks == 4
                 for recompute in RECOMPUTE
+                if possible(layout, recompute)
             ],
             marks=pytest.mark.full,
         ),
