@@ -102,8 +102,8 @@ def _routing(
         replay.step(),
         replay.microbatch(batch, input_ids=fed),
     ):
-        assert replay._current is not None
-        yield replay._current.called.clear
+        assert replay._state.current is not None
+        yield replay._state.current.called.clear
 
 
 def _timed(module: Any, x: torch.Tensor) -> float:
@@ -167,7 +167,6 @@ def bind_cost(spec: RouterSpec, repeats: int) -> dict[str, Any]:
             input_ids=fed,
             record=False,
             count=True,
-            keep_native=False,
         )
         times.append(time.thread_time_ns())
         parts = [(b - a) / 1e6 for a, b in itertools.pairwise(times)]

@@ -39,6 +39,9 @@ _MARGIN = 0.02
 # Rows that are more alike than 0.8 across rollouts are those of a router that hardly chooses: what
 # differs in them may be rounding, which agrees with nothing.
 _ROOM = 0.2
+# Rows that agree this well are not accused: what little is wrong with them is not their place, and
+# in periodic text another place may agree just a little better.
+_FINE = 0.9
 # Standard errors that a mean must be away from its limit. Ten places are tried, and with 8 blocks
 # the error itself is known badly, so this is more than the usual 2 or 3.
 _ERRORS = 4.0
@@ -172,6 +175,7 @@ class _Place:
     shift: int
     agreement: float
     gain: float
+    cells: int
     room: float
     surpasses: bool
     dismissed: bool
@@ -198,6 +202,7 @@ class _Place:
             shift,
             agreement=float(here.mean()),
             gain=float(gain.mean()),
+            cells=here.size,
             room=float(room.mean()),
             surpasses=win > 0,
             dismissed=win < 0,
@@ -263,7 +268,7 @@ def diagnose(
             places.append(_Place.of("layer shift", shift, here, zero[:, at], likeness, blocks))
     other = next(iter(elsewhere("other rows", 0, _other_rollouts(batch, tokens))), None)
 
-    named = _fault(places, other)
+    named = None if len(tokens) and zero.mean() >= _FINE else _fault(places, other)
     enough = named is not None or _is_right(places, other)
     return Alignment(
         spec=spec,
@@ -284,8 +289,8 @@ def diagnose(
 
 def _fault(places: list[_Place], other: _Place | None) -> _Place | None:
     better = [p for p in places if p.surpasses and p.gain >= _MARGIN]
-    if better:
-        return max(better, key=lambda p: p.gain)
+    if better:  # the one that explains most, and not one cell the best
+        return max(better, key=lambda p: p.gain * p.cells)
     return other if other and other.matches and other.room >= _ROOM else None
 
 

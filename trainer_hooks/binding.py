@@ -61,6 +61,13 @@ def check_fraction(name: str, value: float | None) -> None:
         raise ReplayError(f"{name} is {value!r}, expected a number from 0 to 1, or None")
 
 
+def check_version(value: int | None) -> None:
+    """Raise ReplayError unless `value` is a weight version, an int64 from 0, or None."""
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if value is not None and not (whole and 0 <= value < 1 << 63):
+        raise ReplayError(f"weight_version is {value!r}, expected an integer from 0, or None")
+
+
 @dataclass(frozen=True, eq=False)
 class Binding:
     """What the routers of a rank are to do with each of their rows.
@@ -68,7 +75,7 @@ class Binding:
     experts: [layers, rows, top_k], uint8 or int16 or int32, what to replay; meaningless in native
     rows. native: int64, ascending, the rows to route natively. replayed: bool [rows], tokens that
     are replayed, which is neither native rows nor padding. rows_missing, rows_stale: of this rank.
-    rollouts: those that have rows routed natively, over the whole batch.
+    rollouts: of the whole batch.
     """
 
     experts: np.ndarray
@@ -179,10 +186,9 @@ def _count(
     starts = batch.cu_seqlens[:-1]
     sums = [np.add.reduceat(x.astype(np.int64), starts) for x in (expected, missing, stale)]
     rollouts: dict[RolloutId, RolloutCounts] = {}
-    for i in np.flatnonzero(sums[1] + sums[2]):
-        name = batch.rollout_ids[i]  # one that is in the batch twice counts twice
-        counts = RolloutCounts(*(int(s[i]) for s in sums))
-        rollouts[name] = rollouts.get(name, RolloutCounts()) + counts
+    for name, *counts in zip(batch.rollout_ids, *(x.tolist() for x in sums), strict=True):
+        # one that is in the batch twice counts twice
+        rollouts[name] = rollouts.get(name, RolloutCounts()) + RolloutCounts(*counts)
     return rollouts
 
 
@@ -191,11 +197,14 @@ def _check_missing(rollouts: dict[RolloutId, RolloutCounts], expected: int, limi
     limit = limits.max_missing_fraction
     if limit is None or not native or native / expected <= limit:
         return
-    worst = sorted(rollouts.items(), key=lambda item: -item[1].native_fraction)
+    worst = [item for item in rollouts.items() if item[1].native_fraction]
+    worst.sort(key=lambda item: -item[1].native_fraction)
     names = ", ".join(f"{name} ({r.native_fraction:.0%})" for name, r in worst[:5])
     more = f" and {len(worst) - 5} more" if len(worst) > 5 else ""
     raise ReplayError(
-        f"{native} of {expected} rows have no routing that may be replayed "
+        f"{native} of {expected} rows have no routing that may be replayed: "
+        f"{sum(r.rows_missing for r in rollouts.values())} missing, "
+        f"{sum(r.rows_stale for r in rollouts.values())} stale "
         f"({native / expected:.1%}), expected at most max_missing_fraction = "
         f"{limit:.1%}; by share of their rows: {names}{more}"
     )

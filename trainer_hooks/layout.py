@@ -150,6 +150,8 @@ def view_of(
         raise ReplayError(f"{e}{_hint(batch, input_ids, starts, place)}") from None
     if input_ids is not None and cu_seqlens is None:
         _check_share(batch, input_ids, slots, starts, place)
+    if input_ids is not None:
+        _check_padding(batch, input_ids, slots)
     block = width // tp_size
     first = block * place.tp_rank if tp_size > 1 else 0
     index = slots.T[first : first + block].reshape(-1)
@@ -162,11 +164,20 @@ def check_batch(batch: RoutingBatch) -> None:
     A batch made of traces has passed these checks already, but it is a plain dataclass that can
     be built by hand, and a trainer scatters its ids into memory without looking.
     """
+    for field in ("token_ids", "cu_seqlens", "prompt_lens", "routed_experts", "valid"):
+        if not isinstance(getattr(batch, field), np.ndarray):
+            kind = type(getattr(batch, field)).__name__
+            raise TraceError(f"{field} is a {kind}, expected a numpy array")
     total = len(batch.token_ids)
     cu, ids, valid = batch.cu_seqlens, batch.routed_experts, batch.valid
+    if batch.prompt_lens.shape != (len(batch),) or batch.prompt_lens.dtype.kind != "i":
+        raise TraceError(
+            f"prompt_lens has shape {list(batch.prompt_lens.shape)} and dtype "
+            f"{batch.prompt_lens.dtype}, expected integers [{len(batch)}]"
+        )
     if (
         cu.shape != (len(batch) + 1,)
-        or cu.dtype.kind not in "iu"
+        or cu.dtype.kind != "i"
         or (cu[0], cu[-1]) != (0, total)
         or (cu[1:] <= cu[:-1]).any()
     ):
@@ -399,6 +410,24 @@ def _check_share(
             f"input_ids has shape {list(input_ids.shape)} and holds the whole sequences, expected "
             f"the share of cp_rank={place.cp_rank} with cp_size={place.cp_size}"
         )
+
+
+def _check_padding(batch: RoutingBatch, input_ids: np.ndarray, slots: np.ndarray) -> None:
+    """Padding is one and the same id on the whole rank; others are tokens without any routing."""
+    places = np.argwhere(slots < 0)
+    if not len(places):
+        return
+    padding = input_ids[slots < 0]
+    values, counts = np.unique(padding, return_counts=True)
+    if len(values) == 1:
+        return
+    usual = values[counts.argmax()]
+    i, j = places[int((padding != usual).argmax())].tolist()
+    raise ReplayError(
+        f"input_ids[{i}, {j}] is {input_ids[i, j]} and belongs to no token of the batch, expected "
+        f"padding, which is {usual} elsewhere: the trainer feeds tokens that this routing does not "
+        "have"
+    )
 
 
 def _hint(

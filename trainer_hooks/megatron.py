@@ -13,21 +13,24 @@ recomputation finds its microbatch in `megatron_recompute`.
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 from r3.batch import RoutingBatch
 from r3.errors import MissingDependencyError, ReplayError
 from r3.identity import RolloutId
 from r3.trainer_hooks import megatron_recompute
-from r3.trainer_hooks.binding import Limits, bind, check_fraction
+from r3.trainer_hooks.binding import Limits, bind, check_fraction, check_version
 from r3.trainer_hooks.layout import RankPlace, check_batch, view_of
 from r3.trainer_hooks.megatron_report import LayerCounts, ReplayReport, RolloutCounts
 from r3.trainer_hooks.megatron_routers import (
     check_settings,
     find_chunks,
     merged_routers,
+    pipeline_group,
     place_of,
 )
 
@@ -39,14 +42,59 @@ except ImportError as e:
     ) from e
 
 from r3.trainer_hooks import megatron_checks as checks
-from r3.trainer_hooks.megatron_microbatch import (
-    Ask,
-    Counters,
-    Microbatch,
-    RolloutsOutside,
-    TopK,
+from r3.trainer_hooks.megatron_limits import (
+    WITNESS_LAYERS,
+    WITNESS_MICROBATCHES,
+    check_outside,
+    fetched,
 )
-from r3.trainer_hooks.megatron_native import NativeRouting, check_outside
+from r3.trainer_hooks.megatron_microbatch import Ask, Counters, Microbatch, PassCounts, TopK
+from r3.trainer_hooks.megatron_native import NativeRouting
+
+
+class _State(threading.local):
+    """What a thread is in the middle of; on a GPU, backward passes run in a thread of their own."""
+
+    current: Microbatch | None = None
+    entered = False  # inside a function that Megatron checkpoints
+    asked: set[int] | None = None  # the layers whose routers asked in that function
+
+
+class _Again:
+    """Enters the microbatch in which a checkpointed function first ran, as often as asked."""
+
+    def __init__(self, owner: MegatronReplay, microbatch: Microbatch | None) -> None:
+        self._owner, self._microbatch = owner, microbatch
+        self._enclosed = microbatch is not None
+        self._asked: set[int] | None = None  # in the first run
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        owner, state = self._owner, self._owner._state
+        if self._enclosed and self._asked and not owner._attached:
+            raise ReplayError(
+                "activations are recomputed after detach(), expected the backward pass before it: "
+                "they would be routed natively"
+            )
+        before = state.current, state.entered, state.asked
+        asked: set[int] = set()
+        state.current, state.entered, state.asked = self._microbatch, True, asked
+        try:
+            yield
+        finally:
+            state.current, state.entered, state.asked = before
+        if state.asked is not None:
+            state.asked |= asked
+        if self._asked is None:
+            self._asked = asked
+            if not asked:
+                self._microbatch = None  # holds no router: nothing to keep
+        elif self._enclosed and asked != self._asked:
+            raise ReplayError(
+                f"decoder layers {sorted(self._asked - asked)}: the router did not ask for its "
+                "routing when it was recomputed, expected it to as in the forward pass: its "
+                "router_replay was replaced in between"
+            )
 
 
 class _LayerReplay:
@@ -113,9 +161,10 @@ class MegatronReplay:
     model_chunks: a module, or the list of this rank's model chunks, wrapped or not.
     max_missing_fraction, max_weight_lag, on_stale: see `binding.Limits`.
     max_outside_fraction: leaving a step is an error if a larger share of the replayed experts was
-    outside the trainer's native top-k: rows that are shifted or belong to other tokens look like
-    that (0.57 for a shift by one token on Qwen3-30B-A3B, 0.62 on Mixtral, against 0.1 for the right
-    rows). Costs one synchronisation per step, and needs count_outside. None for any.
+    outside the trainer's native top-k (0.57 for a shift by one token on Qwen3-30B-A3B, 0.62 on
+    Mixtral, against 0.1 for the right rows), or if 0.15 was and rows are found to be shifted or of
+    another rollout. Costs one synchronisation per step. None for no such check, which
+    count_outside=False needs.
     count_outside: count these experts, without synchronisation.
 
     Raises MissingDependencyError and UnsupportedError, see `megatron_routers`; a model that was
@@ -134,6 +183,11 @@ class MegatronReplay:
     ) -> None:
         self._limits = Limits(max_missing_fraction, max_weight_lag, on_stale)
         check_fraction("max_outside_fraction", max_outside_fraction)
+        if not count_outside and max_outside_fraction is not None:
+            raise ReplayError(
+                f"max_outside_fraction is {max_outside_fraction} with count_outside=False, expected "
+                "None: it is a limit on what is counted"
+            )
         self._count, self._max_outside = count_outside, max_outside_fraction
         self._chunks = find_chunks(model_chunks)
         self._routers = merged_routers(self._chunks)
@@ -152,13 +206,13 @@ class MegatronReplay:
             for embedding in chunk.embeddings:
                 hook = _Hook(self._check_fed)
                 self._hooks.append(embedding.register_forward_pre_hook(hook, with_kwargs=True))
-        self._attached, self._in_step = True, False
+        self._attached = True
+        self._state = _State()
+        self._step: object | None = None  # the one that is open
         self._weight_version: int | None = None
-        self._current: Microbatch | None = None
-        self._entered = False  # inside a function that Megatron checkpoints
-        self._witnesses: dict[int, Microbatch] = {}  # the first microbatch of the step, by chunk
         self._rollouts: dict[RolloutId, RolloutCounts] = {}
-        self._outside: list[RolloutsOutside] = []  # of the step, by forward pass
+        self._passes: list[PassCounts] = []  # of the step
+        self._digests: list[list[bytes]] = []  # of the step, by chunk and pass
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -168,8 +222,7 @@ class MegatronReplay:
     @property
     def place(self) -> RankPlace:
         """Where this rank stands in the tensor, sequence and context parallel splits."""
-        router = next(iter(self._routers.values()), None)
-        return RankPlace() if router is None else place_of(router)
+        return place_of(self._chunks[0])
 
     def __enter__(self) -> MegatronReplay:
         return self
@@ -183,7 +236,7 @@ class MegatronReplay:
         Backward passes that would recompute under replay are an error afterwards.
         Raises ReplayError inside a step.
         """
-        if self._in_step:
+        if self._step is not None:
             raise ReplayError("detach() inside step(), expected it after the step")
         for layer, router in self._routers.items():
             if router.router_replay is self._layers[layer]:  # else somebody else's by now
@@ -192,7 +245,6 @@ class MegatronReplay:
             hook.remove()
         megatron_recompute.detach(self)
         self._attached = False
-        self._witnesses.clear()
 
     @contextmanager
     def step(self, *, weight_version: int | None = None) -> Iterator[None]:
@@ -200,27 +252,31 @@ class MegatronReplay:
 
         weight_version: the trainer's, in the numbering of the batches' weight_versions.
 
-        Raises ReplayError on leaving if more than max_outside_fraction of the replayed experts
-        were outside the native top-k, with a diagnosis: before the optimizer steps, if that comes
-        after the step.
+        Raises ReplayError on leaving if too many of the replayed experts were outside the native
+        top-k (max_outside_fraction), with a diagnosis, and if the stages of a pipeline were given
+        different microbatches: all of its ranks must enter and leave steps together. Call the
+        optimizer after the step.
         """
-        if not self._attached or self._in_step:
-            state = "inside step()" if self._in_step else "after detach()"
+        if not self._attached or self._step is not None:
+            state = "inside step()" if self._attached else "after detach()"
             raise ReplayError(f"step() {state}, expected one step at a time on an attached model")
+        check_version(weight_version)
         check_settings(self._routers)  # they may have been changed since
         for layer in self._layers.values():
             layer.counters.clear()
-        self._rollouts, self._outside, self._weight_version = {}, [], weight_version
-        self._in_step = True
+        self._rollouts, self._passes, self._weight_version = {}, [], weight_version
+        self._digests = [[] for _ in self._chunks]
+        self._step = object()
         try:
             yield
-            if self._max_outside is not None and self._count:
-                check_outside(
-                    self.report(), self._top_k(), self._max_outside, self._witnesses.values()
-                )
+            group = pipeline_group(self._chunks[0])
+            if group is not None:
+                checks.check_stages(self._digests, group, self._device())
+            if self._max_outside is not None:
+                check_outside(self.report(), self._max_outside, self._passes)
         finally:
-            self._in_step, self._current = False, None
-            self._witnesses.clear()
+            self._step = self._state.current = None
+            self._passes = [dataclasses.replace(p, witness=None) for p in self._passes]
 
     def microbatch(
         self,
@@ -290,31 +346,20 @@ class MegatronReplay:
                 outside_topk_experts_free=free,
             )
         rollouts = dict(self._rollouts)
-        experts = torch.cat([x.experts for x in self._outside]).tolist() if self._outside else []
-        names = [(n, c) for x in self._outside for n, c in zip(x.names, x.cells, strict=True)]
-        for (name, cells), count in zip(names, experts, strict=True):
-            counts = RolloutCounts(cells_replayed=int(cells), outside_topk_experts_forced=count)
-            rollouts[name] = rollouts.get(name, RolloutCounts()) + counts
-        return ReplayReport(layers, rollouts)
+        for p, outside in zip(self._passes, fetched(self._passes), strict=True):
+            counted = zip(p.names, p.cells.sum(axis=1), outside.sum(axis=1), strict=True)
+            for name, cells, experts in counted:
+                counts = RolloutCounts(
+                    cells_replayed=int(cells), outside_topk_experts_forced=int(experts)
+                )
+                rollouts[name] = rollouts.get(name, RolloutCounts()) + counts
+        return ReplayReport(layers, rollouts, next((r.topk for r in self._routers.values()), 1))
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
         """For `megatron_recompute`: enters the microbatch of now, as often as asked."""
-        microbatch = self._current
-        return lambda: self._enter_again(microbatch)
-
-    @contextmanager
-    def _enter_again(self, microbatch: Microbatch | None) -> Iterator[None]:
-        if microbatch is not None and not self._attached:
-            raise ReplayError(
-                "activations are recomputed after detach(), expected the backward pass before it: "
-                "they would be routed natively"
-            )
-        before = self._current, self._entered
-        self._current, self._entered = microbatch, True
-        try:
-            yield
-        finally:
-            self._current, self._entered = before
+        if checks.in_backward() and not self._state.entered:
+            return nullcontext  # somebody else recomputes, and routers in it are refused
+        return _Again(self, self._state.current)
 
     def _bound(
         self,
@@ -335,6 +380,8 @@ class MegatronReplay:
             )
         layers = checks.covered_layers(batch, self._chunks)
         check_batch(batch)
+        # what is recorded replays nothing, so nothing can be missing or too old
+        limits = (Limits(None), None) if record else (self._limits, self._weight_version)
         view = view_of(
             batch,
             input_ids=checks.as_numpy("input_ids", input_ids),
@@ -346,54 +393,74 @@ class MegatronReplay:
         return Microbatch(
             batch,
             view,
-            bind(batch, view, layers, self._limits, self._weight_version),
+            bind(batch, view, layers, *limits),
             layers,
             input_ids=input_ids,
             record=record,
             count=self._count,
-            keep_native=self._max_outside is not None
-            and self._count
-            and len(self._witnesses) < len(self._chunks),
+            witnesses=() if record else self._witness_layers(),
+            step=self._step,
         )
+
+    def _witness_layers(self) -> set[int]:
+        if self._max_outside is None:
+            return set()
+        if len(self._passes) >= WITNESS_MICROBATCHES * len(self._chunks):
+            return set()
+        return {x for chunk in self._chunks for x in list(chunk.routers)[:WITNESS_LAYERS]}
 
     @contextmanager
     def _run(self, microbatch: Microbatch) -> Iterator[None]:
-        self._check_state("microbatch()")  # it may have been made earlier
-        self._current = microbatch
+        self._check_state("microbatch()")
+        if microbatch.step is not self._step:
+            raise ReplayError("microbatch() of another step, expected one made in this step()")
+        state = self._state
+        state.current = microbatch
         try:
             yield
         finally:
-            self._current = None
-        checks.check_ran(microbatch, self._chunk_of)
+            if state.current is microbatch:  # else it was left open, and its step is over
+                state.current = None
+        if microbatch.step is not self._step:
+            return
+        checks.check_ran(microbatch, self._chunks)
+        for i in microbatch.chunks:
+            self._digests[i].append(microbatch.digest())
+        if microbatch.record:
+            return
         if 0 in microbatch.chunks:  # chunks of one rank are given the same rollouts
-            for name, counts in microbatch.binding.rollouts.items():
-                self._rollouts[name] = self._rollouts.get(name, RolloutCounts()) + counts
-        outside = None if microbatch.record else microbatch.outside_by_rollout()
-        if outside is not None:
-            self._outside.append(outside)
-        if microbatch.native is not None and not microbatch.record:
-            for i in microbatch.chunks:
-                self._witnesses.setdefault(i, microbatch)
+            for name, rows in microbatch.binding.rollouts.items():
+                self._rollouts[name] = self._rollouts.get(name, RolloutCounts()) + rows
+        counts = microbatch.counts()
+        if counts is not None:
+            self._passes.append(counts)
 
     def _check_state(self, name: str) -> None:
-        if not self._in_step or self._current is not None:
-            state = "inside another microbatch()" if self._in_step else "outside step()"
+        if self._step is None or self._state.current is not None:
+            state = "outside step()" if self._step is None else "inside another microbatch()"
             raise ReplayError(f"{name} {state}, expected one at a time inside step()")
 
     def _answer(
         self, layer: int, ask: Ask, counters: Counters
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        again = checks.in_backward()
-        if again and not self._entered:
+        again, state = checks.in_backward(), self._state
+        if again and not state.entered:
             raise ReplayError(
                 f"layer {layer}: the router ran during the backward pass, and not from one of "
                 "Megatron's own checkpoints (recompute_granularity) made since replay was "
                 "attached, which alone are known to it: expected no other recomputation around MoE "
                 "layers"
             )
-        current = self._current
+        if ask.scores.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ReplayError(
+                f"layer {layer}: the router is captured into a CUDA graph, expected it to run: a "
+                "graph would repeat this routing"
+            )
+        if state.asked is not None:
+            state.asked.add(layer)
+        current = state.current
         if current is None:
-            if self._in_step and not again:
+            if self._step is not None and not again:
                 counters.add_rows(LayerCounts(rows_not_enclosed=len(ask.scores)))
             return ask.native(ask.scores)
         if not current.covers(layer):
@@ -413,29 +480,34 @@ class MegatronReplay:
                 f"layer {layer}: the router sees {ask.scores.shape[0]} rows, expected "
                 f"{current.num_rows}, one for each of the slots given to microbatch()"
             )
-        return current.answer(layer, ask, counters, checkpointed=self._entered, again=again)
+        return current.answer(layer, ask, counters, checkpointed=state.entered, again=again)
 
     def _note_run(self, chunk: int) -> Callable[..., None]:
         def hook(_body: Any, _args: Any) -> None:
-            if self._current is not None and not checks.in_backward():
-                self._current.chunks.add(chunk)
+            current = self._state.current
+            if current is not None and not checks.in_backward():
+                current.chunks.add(chunk)
+                current.bodies.add(chunk)
 
         return hook
 
     def _check_fed(self, _embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        current = self._current
-        # MTP layers embed shifted ids after the first time
-        if current is not None and not current.fed and not checks.in_backward():
-            current.fed = True
+        current = self._state.current
+        # behind the first router MTP layers embed shifted ids
+        if current is not None and not current.called and not checks.in_backward():
             checks.check_fed(current, args[0] if args else kwargs["input_ids"])
+            current.fed = True
 
     def _check_layout(self, router: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._current is not None:
+        current = self._state.current
+        if current is not None:
             hidden = args[0] if args else kwargs["input"]
-            checks.check_layout(self._current, router.layer_number - 1, hidden)
+            checks.check_layout(current, router.layer_number - 1, hidden)
 
-    def _top_k(self) -> int:
-        return next((r.topk for r in self._routers.values()), 1)
+    def _device(self) -> torch.device:
+        """Where the stage computes"""
+        on_cuda = torch.cuda.is_available() and torch.distributed.get_backend() == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
     def _group(self) -> Any:
         return next((r.tp_cp_group for r in self._routers.values()), None)

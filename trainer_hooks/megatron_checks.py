@@ -5,7 +5,8 @@ Each function raises an error by name; none of them changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -60,12 +61,13 @@ def covered_layers(batch: RoutingBatch, chunks: list[Chunk]) -> tuple[int, ...]:
 
 
 def as_numpy(name: str, value: Any) -> np.ndarray | None:
-    """A tensor or array on the host, None for None"""
+    """A tensor, array or list on the host, None for None"""
     if value is None:
         return None
-    if not isinstance(value, torch.Tensor | np.ndarray):
-        raise ReplayError(f"{name} is a {type(value).__name__}, expected a tensor")
-    return torch.as_tensor(value).detach().cpu().numpy()
+    try:
+        return torch.as_tensor(value).detach().cpu().numpy()
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise ReplayError(f"{name} is a {type(value).__name__}, expected a tensor: {e}") from e
 
 
 def slot_offsets(packed_seq_params: Any) -> np.ndarray | None:
@@ -87,18 +89,26 @@ def slot_offsets(packed_seq_params: Any) -> np.ndarray | None:
 
 def check_fed(microbatch: Microbatch, fed: torch.Tensor) -> None:
     """The ids that the model is really given are those whose rows were worked out."""
-    declared = microbatch.input_ids
-    if fed is declared:
+    if microbatch.is_fed(fed):
         return
+    declared = microbatch.ids
     if declared is None:
         raise ReplayError(
             "this stage is fed input_ids, expected them in microbatch(input_ids=...): only stages "
             "that are fed hidden states may leave them out"
         )
-    if fed.shape != declared.shape or not torch.equal(fed, declared.to(fed)):
+    found = fed.detach().cpu().numpy()
+    if found.shape != declared.shape:
         raise ReplayError(
-            f"the model is fed input_ids of shape {list(fed.shape)}, expected those that were "
-            f"given to microbatch(), of shape {list(declared.shape)}, with the same values"
+            f"the model is fed input_ids of shape {list(found.shape)}, expected those that were "
+            f"given to microbatch(), of shape {list(declared.shape)}"
+        )
+    differs = np.argwhere(found != declared)
+    if len(differs):
+        i, j = differs[0].tolist()
+        raise ReplayError(
+            f"the model is fed input_ids[{i}, {j}] = {found[i, j]}, expected {declared[i, j]} as "
+            "in those that were given to microbatch()"
         )
 
 
@@ -112,14 +122,43 @@ def check_layout(microbatch: Microbatch, layer: int, hidden: torch.Tensor) -> No
         )
 
 
-def check_ran(microbatch: Microbatch, chunk_of: Mapping[int, int]) -> None:
-    """Every router of the chunks that ran has asked; chunk_of: by decoder layer."""
-    ran = {layer for layer, chunk in chunk_of.items() if chunk in microbatch.chunks}
-    expected = ran if microbatch.chunks else set(chunk_of)
-    silent = sorted(expected - microbatch.called)
+def check_ran(microbatch: Microbatch, chunks: Sequence[Chunk]) -> None:
+    """Every router of the chunks that ran has asked, and what they were fed was looked at."""
+    ran = {x for i in microbatch.chunks for x in chunks[i].routers}
+    everything = {x for chunk in chunks for x in chunk.routers}
+    silent = sorted((ran if microbatch.chunks else everything) - microbatch.called)
     if silent:
         raise ReplayError(
             f"decoder layers {silent}: the router never asked for its routing during the "
             "microbatch, expected one forward pass through all MoE layers; nothing was replayed "
             "there"
+        )
+    if microbatch.ids is None or microbatch.fed:
+        return
+    if any(chunks[i].embeddings for i in microbatch.bodies):
+        raise ReplayError(
+            "the model ran without embedding input_ids (decoder_input?), expected those that were "
+            "given to microbatch()"
+        )
+
+
+def check_stages(passes: Sequence[Sequence[bytes]], group: Any, device: torch.device) -> None:
+    """All stages of a pipeline were given the same microbatches in the same order.
+
+    passes: digests by chunk of this rank. Collective over the pipeline's `group`. Stages that are
+    fed hidden states see no tokens, so nothing else would show that their data is out of step.
+    """
+    same = all(p == passes[0] for p in passes)
+    found = hashlib.blake2b(b"".join(passes[0]), digest_size=7).digest()
+    mine = [len(passes[0]), int.from_bytes(found, "little") if same else -1]
+    ours = torch.tensor(mine, dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(ours) for _ in range(group.size())]
+    torch.distributed.all_gather(gathered, ours, group=group)
+    stages = [x.tolist() for x in gathered]
+    if any(s != stages[0] or s[1] < 0 for s in stages):
+        equal = [s == stages[0] and s[1] >= 0 for s in stages]
+        raise ReplayError(
+            "the stages of the pipeline were given different microbatches (tokens, slots or "
+            f"order): {[s[0] for s in stages]} passes by stage, as in the first one {equal}; their "
+            "data is out of step, or starts and seq_length differ"
         )

@@ -7,7 +7,8 @@ recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,19 +85,37 @@ class Counters:
 
 
 @dataclass(frozen=True, eq=False)
-class RolloutsOutside:
-    """names: B. cells: integers [B], replayed ones. experts: int64 [B], those outside."""
+class Witness:
+    """The native choice in some layers of a pass: int16 or int32 [rows, top_k] by layer.
+
+    tokens: int64 [rows], as of `RankView.index`.
+    """
+
+    batch: RoutingBatch
+    tokens: np.ndarray
+    native: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class PassCounts:
+    """What was replayed in one pass, by sequence of the batch, prompt [:, 0] and rest [:, 1] apart.
+
+    names: B. cells: int64 [B, 2], on the host. experts: int64 [2 * B], those outside the native
+    top-k, on the device. witness: None behind the first passes of a step.
+    """
 
     names: tuple[RolloutId, ...]
     cells: np.ndarray
     experts: torch.Tensor
+    witness: Witness | None
 
 
 class Microbatch:
     """One batch bound to this rank, for one forward pass through one model chunk.
 
     input_ids: what the chunk is fed, None where it is fed hidden states. record: the pass is native
-    and its choice is remembered. keep_native: the native choice is remembered too while replaying.
+    and its choice is remembered. witnesses: layers whose native choice is remembered while
+    replaying. step: the step that it was made in.
     """
 
     def __init__(
@@ -109,15 +128,26 @@ class Microbatch:
         input_ids: torch.Tensor | None,
         record: bool,
         count: bool,
-        keep_native: bool,
+        witnesses: Collection[int] = (),
+        step: object = None,
     ) -> None:
         self.batch, self.view, self.binding = batch, view, binding
         self.input_ids, self.record, self.count = input_ids, record, count
+        self.step = step
         self.called: set[int] = set()
-        self.chunks: set[int] = set()
+        self.chunks: set[int] = set()  # of which a router has asked, or whose body ran
+        self.bodies: set[int] = set()
         self.fed = False
-        # int16 or int32 [rows, top_k] by layer
-        self.native: dict[int, torch.Tensor] | None = {} if record or keep_native else None
+        # a copy, and what tells whether the tensor is still what was copied
+        self.ids = None if input_ids is None else input_ids.detach().cpu().numpy().copy()
+        self._version = _version(input_ids)
+        # of each router row, 0 for padding: which sequence, and whether behind its prompt
+        sequence = np.searchsorted(batch.cu_seqlens[1:], view.index, side="right")
+        position = view.index - batch.cu_seqlens[sequence]
+        self.sequence = sequence
+        self.behind_prompt = (position >= batch.prompt_lens[sequence]).astype(np.int64)
+        self._witnesses = witnesses
+        self.native: dict[int, torch.Tensor] = {}  # int16 or int32 [rows, top_k] by layer
         self._small = torch.int16 if batch.spec.num_experts <= 1 << 15 else torch.int32
         self._row_of = {layer: i for i, layer in enumerate(layers)}
         self._experts = torch.from_numpy(binding.experts)
@@ -127,12 +157,25 @@ class Microbatch:
         self._outside: torch.Tensor | None = None  # int64 [rows], experts of all layers
         self._chosen: dict[int, torch.Tensor] = {}  # of native rows, where they may be asked again
         self.rows = LayerCounts(
+            rows_padding=int((view.index < 0).sum()),
             rows_replayed=0 if record else int(binding.replayed.sum()),
             rows_missing=binding.rows_missing,
             rows_stale=binding.rows_stale,
             rows_compared=int(binding.replayed.sum()) if record and count else 0,
         )
         self.num_rows = rows
+
+    def is_fed(self, fed: torch.Tensor) -> bool:
+        """Whether `fed` is the declared tensor, and that nobody wrote into it since"""
+        unchanged = self._version is not None and self._version == _version(fed)
+        return fed is self.input_ids and unchanged
+
+    def digest(self) -> bytes:
+        """Of tokens and slots: the same on all stages of a pipeline for the same microbatch"""
+        found = hashlib.blake2b(digest_size=8)
+        for array in (self.batch.token_ids, self.batch.cu_seqlens, self.view.slots):
+            found.update(np.ascontiguousarray(array, np.int64))
+        return found.digest()
 
     def covers(self, layer: int) -> bool:
         return layer in self._row_of
@@ -155,13 +198,14 @@ class Microbatch:
         native = None
         # groups count by the choice itself, a large top-k by its least score
         counts_by_it = self.count and (ask.group_topk or ask.top_k > _FEW)
-        if not again and (self.native is not None or counts_by_it):
+        witness = layer in self._witnesses
+        if not again and (witness or counts_by_it):
             with torch.no_grad():
                 native = ask.native(ask.scores.detach())
         if self._native_rows is not None:
             ids[self._native_rows] = self._native_choice(layer, ask, native, checkpointed, again)
         values = ask.scores.gather(1, ids)
-        if native is not None and self.native is not None:
+        if native is not None and witness:
             self.native[layer] = native[1].to(self._small)
         if self.count and not again:
             with torch.no_grad():
@@ -198,7 +242,6 @@ class Microbatch:
     def _record(
         self, layer: int, ask: Ask, counters: Counters, again: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.native is not None
         if again and layer in self.native:
             ids = self.native[layer].long()
             return ask.scores.gather(1, ids), ids
@@ -234,18 +277,23 @@ class Microbatch:
         counters.add_outside(experts, self._replayed, ask.top_k, free=self.record)
         self._outside = experts if self._outside is None else self._outside + experts
 
-    def outside_by_rollout(self) -> RolloutsOutside | None:
-        """What was counted in this pass, by rollout; on the device still."""
+    def witness(self) -> Witness | None:
+        """What was remembered of the native choice, if anything"""
+        return Witness(self.batch, self.view.index, self.native) if self.native else None
+
+    def counts(self) -> PassCounts | None:
+        """What was counted in this pass, on the device still; None if nothing was."""
         if self._outside is None or self._replayed is None:
             return None
-        sequence = np.searchsorted(self.batch.cu_seqlens[1:], self.view.index, side="right")
-        replayed, size = self.binding.replayed, len(self.batch)
-        cells = np.bincount(sequence[replayed], minlength=size) * len(self.called)
+        where = 2 * self.sequence + self.behind_prompt
+        size = 2 * len(self.batch)
+        cells = np.bincount(where[self.binding.replayed], minlength=size) * len(self.called)
         with torch.inference_mode(False), torch.no_grad():
             experts = torch.zeros(size, dtype=torch.int64, device=self._outside.device)
-            where = _moved(torch.from_numpy(sequence), experts.device)
-            experts.index_add_(0, where, self._outside * self._replayed)
-        return RolloutsOutside(self.batch.rollout_ids, cells, experts)
+            where_there = _moved(torch.from_numpy(where), experts.device)
+            experts.index_add_(0, where_there, self._outside * self._replayed)
+        names = self.batch.rollout_ids
+        return PassCounts(names, cells.reshape(-1, 2), experts, self.witness())
 
     def _move(self, device: torch.device) -> None:
         self._experts = _moved(self._experts, device)
@@ -253,6 +301,13 @@ class Microbatch:
             self._native_rows = _moved(self._native_rows, device)
         if self._replayed is not None:
             self._replayed = _moved(self._replayed, device)
+
+
+def _version(tensor: torch.Tensor | None) -> int | None:
+    """Counts writes in place; None where torch does not"""
+    if tensor is None or tensor.is_inference():
+        return None
+    return tensor._version
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,8 @@ class LayerCounts:
     rows_replayed: rows sent to the recorded experts. rows_missing: rows routed natively because
     the engine delivered no routing for them; neither padding nor the last token of a sequence,
     which no engine forwards. rows_stale: rows routed natively because their weights were too old.
+    rows_padding: rows that belong to no token, spread over the experts. A pass that failed counts
+    as far as it went.
 
     rows_not_enclosed: rows of passes within the step, evaluation say, that no microbatch() or
     record() enclosed, and that were native therefore.
@@ -31,6 +33,7 @@ class LayerCounts:
     rows_replayed: int = 0
     rows_missing: int = 0
     rows_stale: int = 0
+    rows_padding: int = 0
     rows_not_enclosed: int = 0
     outside_topk_cells_forced: int = 0
     outside_topk_experts_forced: int = 0
@@ -77,18 +80,22 @@ def _added(a: _Counts, b: _Counts) -> _Counts:
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """Counts of one step by 0-based decoder layer, and by rollout.
-
-    rollouts: those that were replayed; without counting only those with rows routed natively.
-    """
+    """Counts of one step by 0-based decoder layer, and by rollout; top_k of the routers."""
 
     layers: Mapping[int, LayerCounts]
     rollouts: Mapping[RolloutId, RolloutCounts] = field(default_factory=dict)
+    top_k: int = 1
 
     @property
     def total(self) -> LayerCounts:
         """The sum over layers: rows become cells."""
         return sum(self.layers.values(), LayerCounts())
+
+    @property
+    def outside_fraction(self) -> float:
+        """Share of the replayed experts that were outside the native top-k, 0..1, 0 for none"""
+        total = self.total
+        return total.outside_topk_experts_forced / max(total.rows_replayed * self.top_k, 1)
 
     def __str__(self) -> str:
         counts = {**{str(i): c for i, c in self.layers.items()}, "total": self.total}
@@ -101,6 +108,9 @@ class ReplayReport:
         for layer, c in counts.items():
             cells = (f"{getattr(c, name):>{len(name)}}" for name in used)
             lines.append(f"{layer:>5}  " + "  ".join(cells))
+        lines.append(
+            f"{self.outside_fraction:.2%} of the replayed experts outside the native top-k"
+        )
         for rollout, r in self.rollouts.items():
             if r.native_fraction == 0:
                 continue
@@ -111,9 +121,10 @@ class ReplayReport:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: {"total": {...}, "layers": {layer: {...}}, "rollouts": {name: {...}}}."""
+        """Plain values by the names above: numbers, or such by layer and by rollout."""
         return {
             "total": dataclasses.asdict(self.total),
+            "outside_fraction": self.outside_fraction,
             "layers": {layer: dataclasses.asdict(c) for layer, c in self.layers.items()},
             "rollouts": {str(i): dataclasses.asdict(c) for i, c in self.rollouts.items()},
         }

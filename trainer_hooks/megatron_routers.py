@@ -69,9 +69,10 @@ class Chunk:
 
     routers: TopKRouter by 0-based decoder layer, ascending; none where all layers are dense.
     owned: all its decoder layers, dense ones too. bodies: what runs once per forward pass.
-    embeddings: what is given `input_ids`; none on inner stages.
+    embeddings: what is given `input_ids`; none on inner stages. config: its TransformerConfig.
     """
 
+    config: Any
     routers: dict[int, Any]
     owned: frozenset[int]
     bodies: tuple[Any, ...]
@@ -157,8 +158,10 @@ def _chunk(name: str, module: Any) -> Chunk:
     in_decoder = re.compile(r"\.decoder\.layers\.\d+$")
     bodies = tuple(m for n, m in modules.items() if n.endswith(".decoder"))
     embeddings = tuple(m for m in modules.values() if isinstance(m, LanguageModelEmbedding))
+    routers = _routers(modules)
     return Chunk(
-        routers=_routers(modules),
+        config=next((r.config for r in routers.values()), getattr(module, "config", None)),
+        routers=routers,
         owned=frozenset(m.layer_number - 1 for n, m in modules.items() if in_decoder.search(n)),
         bodies=bodies or (module,),
         # the last stage of a model with MTP has one that is fed shifted ids
@@ -206,16 +209,31 @@ def _is_moe_stage(model_chunks: Any) -> bool:
     )
 
 
-def place_of(router: Any) -> RankPlace:
-    """Where the rank of a router stands in the splits that change which rows it sees."""
-    tp, cp = router.tp_group, router.cp_group
+def place_of(chunk: Chunk) -> RankPlace:
+    """Where the rank of a chunk stands in the splits that change which rows its routers see."""
+    router = next(iter(chunk.routers.values()), None)
+    if router is None:  # dense layers only, whose tokens are checked all the same
+        from megatron.core import parallel_state as ps
+
+        tp, cp = ps.get_tensor_model_parallel_group(), ps.get_context_parallel_group()
+    else:
+        tp, cp = router.tp_group, router.cp_group
     return RankPlace(
         tp_size=tp.size(),
         tp_rank=tp.rank(),
-        sequence_parallel=bool(router.config.sequence_parallel),
+        sequence_parallel=bool(chunk.config.sequence_parallel),
         cp_size=cp.size(),
         cp_rank=cp.rank(),
     )
+
+
+def pipeline_group(chunk: Chunk) -> Any:
+    """The ranks that hold the other stages of its model; None without pipeline parallelism."""
+    if (chunk.config.pipeline_model_parallel_size or 1) == 1:
+        return None
+    from megatron.core import parallel_state as ps
+
+    return ps.get_pipeline_model_parallel_group()
 
 
 def megatron_version() -> str:
@@ -287,13 +305,13 @@ def _check_graphs(name: str, config: Any) -> None:
     implementation = getattr(config, "cuda_graph_impl", "none")
     if implementation in (None, "none"):
         return
-    scope = getattr(config, "cuda_graph_scope", None) or []
-    names = {getattr(s, "name", s) for s in scope}
+    # 0.19 names what 0.16 called scope modules
+    scope = getattr(config, "cuda_graph_modules", None) or config.cuda_graph_scope or []
+    names = {getattr(x, "name", x) for x in ([scope] if isinstance(scope, str) else scope)}
     if implementation != "transformer_engine" or not names or not names <= {"attn", "mamba"}:
         raise UnsupportedError(
-            f"cuda_graph_impl is {implementation!r} with cuda_graph_scope {sorted(names)}: "
-            f"{_GRAPHS}; set it to 'none', or to 'transformer_engine' with the scope 'attn' "
-            f"({name})"
+            f"cuda_graph_impl is {implementation!r} and captures {sorted(names) or 'all'}: "
+            f"{_GRAPHS}; set it to 'none', or to 'transformer_engine' with 'attn' alone ({name})"
         )
 
 
