@@ -119,9 +119,8 @@ class Model:
             self.kind += kinds
             self.expected += len(kinds) - 1
             missing, stale = kinds.count("missing"), kinds.count("stale")
-            if missing or stale:
-                old = self.rollouts.get(name, RolloutCounts())
-                self.rollouts[name] = old + RolloutCounts(len(kinds) - 1, missing, stale)
+            old = self.rollouts.get(name, RolloutCounts())
+            self.rollouts[name] = old + RolloutCounts(len(kinds) - 1, missing, stale)
 
     @staticmethod
     def _kind(batch: RoutingBatch, t: int, last: bool, lag: int | None, now: int) -> str:
@@ -333,7 +332,8 @@ def test_last_tokens_and_padding_count_neither_way() -> None:
     batch = make_batch([*[[False]] * 4, rows_of(5, 2)])
     view = view_of(batch, seq_length=50)
     found = bind(batch, view, [1], Limits(0.5))
-    assert found.rollouts == {RolloutId("run", sample=4): RolloutCounts(4, 2, 0)}
+    assert found.rollouts[RolloutId("run", sample=4)] == RolloutCounts(4, 2, 0)
+    assert found.rollouts[RolloutId("run", sample=0)] == RolloutCounts(0, 0, 0)
     with pytest.raises(ReplayError, match="2 of 4 rows"):
         bind(batch, view, [1], Limits(0.49))
 
@@ -341,7 +341,7 @@ def test_last_tokens_and_padding_count_neither_way() -> None:
 def test_a_batch_that_needs_no_routing_passes_every_limit() -> None:
     batch = make_batch([[False], [False]])
     found = bound(batch, Limits(0, 0), version=3)
-    assert found.rollouts == {}
+    assert set(found.rollouts.values()) == {RolloutCounts()}
     assert found.native.tolist() == [0, 1]
 
 
@@ -351,8 +351,8 @@ def test_the_message_names_the_worst_rollouts() -> None:
     with pytest.raises(ReplayError) as e:
         bound(batch, Limits(0.25))
     assert str(e.value) == (
-        "39 of 124 rows have no routing that may be replayed (31.5%), expected at most "
-        "max_missing_fraction = 25.0%; by share of their rows: run/0/1/0/0 (100%), "
+        "39 of 124 rows have no routing that may be replayed: 39 missing, 0 stale (31.5%), "
+        "expected at most max_missing_fraction = 25.0%; by share of their rows: run/0/1/0/0 (100%), "
         "run/0/3/0/0 (50%), run/0/0/0/0 (30%)"
     )
     with pytest.raises(ReplayError) as e:
@@ -365,7 +365,10 @@ def test_the_message_names_the_worst_rollouts() -> None:
 
 def test_a_rollout_that_is_there_twice_counts_twice() -> None:
     batch = make_batch([rows_of(5, 1), rows_of(9, 2), rows_of(4)], names=[7, 7, 8])
-    assert bound(batch).rollouts == {RolloutId("run", sample=7): RolloutCounts(12, 3, 0)}
+    assert bound(batch).rollouts == {
+        RolloutId("run", sample=7): RolloutCounts(12, 3, 0),
+        RolloutId("run", sample=8): RolloutCounts(3, 0, 0),
+    }
 
 
 # ------------------------------------------------------------------------------ weight versions
@@ -404,7 +407,7 @@ def test_rows_of_unknown_version_are_old(on_stale: Any) -> None:
         with pytest.warns(StaleRoutingWarning, match=message):
             found = bound(batch, limits, version=5)
         assert (found.rows_stale, int(found.replayed.sum())) == (0, 6)
-        assert found.rollouts == {RolloutId("run", sample=1): RolloutCounts(3, 1, 0)}
+        assert found.rollouts[RolloutId("run", sample=1)] == RolloutCounts(3, 1, 0)
     else:
         found = bound(batch, limits, version=5)
         assert (found.rows_stale, int(found.replayed.sum())) == (1, 5)

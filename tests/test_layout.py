@@ -491,28 +491,38 @@ def test_whole_sequences_fed_to_a_context_parallel_rank(length: int, cp_rank: in
         view_of(batch, input_ids=ids, place=place)
 
 
-def test_padding_is_not_compared() -> None:
-    """Not even on context-parallel ranks, where it is looked at for whole sequences"""
-    sequences = distinct([3, 2])
-    batch = make_batch(sequences)
-    ids = np.array([[7, 8, 1, 2, 3, 8], [4, 5, 9, 1, 2, 3]])
+def test_padding_is_one_id_and_other_ids_are_tokens_without_routing() -> None:
+    """A reply or an end-of-sequence that the trainer appended; on context-parallel ranks too"""
+    batch = make_batch(distinct([3, 2]))
     starts = np.array([2, 0])
+    ids = np.array([[8, 8, 1, 2, 3, 8], [4, 5, 8, 8, 8, 8]])
     assert view_of(batch, input_ids=ids, starts=starts).slots.tolist() == [
         [-1, -1, 0, 1, 2, -1],
         [3, 4, -1, -1, -1, -1],
     ]
+    ids[1, 2] = 9
+    message = (
+        "input_ids[1, 2] is 9 and belongs to no token of the batch, expected padding, which is 8 "
+        "elsewhere: the trainer feeds tokens that this routing does not have"
+    )
+    with pytest.raises(ReplayError) as e:
+        view_of(batch, input_ids=ids, starts=starts)
+    assert str(e.value) == message
     place = RankPlace(cp_size=2, cp_rank=1)  # slots 2..5 of 8
-    ids = np.array([[1, 2, 3, 8], [9, 1, 2, 3]])
+    ids = np.array([[1, 2, 3, 8], [8, 8, 8, 8]])
     assert view_of(batch, input_ids=ids, starts=starts, place=place).slots.tolist() == [
         [0, 1, 2, -1],
         [-1, -1, -1, -1],
     ]
+    ids[1, 2] = 9
+    with pytest.raises(ReplayError, match=r"input_ids\[1, 2\] is 9 and belongs to no token"):
+        view_of(batch, input_ids=ids, starts=starts, place=place)
 
 
 def test_a_share_that_also_reads_as_whole_sequences() -> None:
     """Both readings the same, or the rest one id as padding is: nothing to refuse"""
     place = RankPlace(cp_size=2)  # slots 0, 1, 6, 7 of 8
-    ids = np.array([[1, 2, 8, 9]])
+    ids = np.array([[1, 2, 9, 9]])
     view = view_of(make_batch([[1, 2]]), input_ids=ids, place=place)
     assert view.slots.tolist() == [[0, 1, -1, -1]]
     ids = np.array([[5, 5, 5, 5]])
@@ -522,15 +532,12 @@ def test_a_share_that_also_reads_as_whole_sequences() -> None:
 
 def test_surplus_segments_hold_only_padding() -> None:
     batch, cu = make_batch([[1, 2]]), np.array([0, 2, 4, 4, 6])
-    for padding in ([0, 0, 0, 0], [9, 9, 9, 9, 3, 4]):  # behind the segments nothing is looked at
+    for padding in ([0, 0, 0, 0], [9, 9, 9, 9, 9, 9]):
         view = view_of(batch, input_ids=np.array([[1, 2, *padding]]), cu_seqlens=cu)
         assert view.slots.tolist() == [[0, 1] + [-1] * len(padding)]
-    with pytest.raises(ReplayError) as e:
-        view_of(batch, input_ids=np.array([[1, 2, 3, 3, 4, 4]]), cu_seqlens=cu)
-    assert str(e.value) == (
-        "cu_seqlens has 4 segments for a batch of 1 sequences, expected nothing but padding in "
-        "those behind: found 3 at input_ids[0, 2] and 4 at input_ids[0, 4]"
-    )
+    for tokens in ([3, 3, 4, 4], [9, 9, 9, 9, 3, 4]):  # behind the segments too
+        with pytest.raises(ReplayError, match="belongs to no token of the batch"):
+            view_of(batch, input_ids=np.array([[1, 2, *tokens]]), cu_seqlens=cu)
 
 
 def test_a_sequence_of_one_token_needs_no_slot() -> None:

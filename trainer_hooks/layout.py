@@ -121,9 +121,10 @@ def view_of(
         that end at slot P. None: zeros.
     seq_length: s, before the context-parallel split, padded layout only; needed without input_ids.
 
-    Every id fed must equal the stored one, with one exception: where the slot of a sequence's last
-    token and all slots behind it, of its row or segment and on this rank, hold one and the same
-    other id, they are taken for padding, the sequence having been fed without its last token.
+    Every id fed must equal the stored one, and all padding on the rank must be one and the same id:
+    others are tokens that the batch has no routing for. With one exception: where the slot of a
+    sequence's last token and all slots behind it, of its row or segment and on this rank, hold the
+    id of padding, the sequence is taken to have been fed without its last token.
 
     Raises ReplayError, naming found and expected, for shapes that are not those of the layout, for
     lengths that the splits do not divide, and for the first token that differs.
@@ -148,10 +149,6 @@ def view_of(
         if input_ids is None or cu_seqlens is not None:
             raise
         raise ReplayError(f"{e}{_hint(batch, input_ids, starts, place)}") from None
-    if input_ids is not None and cu_seqlens is None:
-        _check_share(batch, input_ids, slots, starts, place)
-    if input_ids is not None:
-        _check_padding(batch, input_ids, slots)
     block = width // tp_size
     first = block * place.tp_rank if tp_size > 1 else 0
     index = slots.T[first : first + block].reshape(-1)
@@ -357,8 +354,8 @@ def _slots(
             f"{ids[j]}, expected {batch.token_ids[tokens[j]]}; the trainer's tokens are not those "
             "of this routing"
         )
-    if input_ids is not None and len(segments) > len(batch):
-        _check_surplus(len(batch), input_ids[0], segments, place.cp_size)
+    if input_ids is not None:
+        _check_padding(input_ids, slots)
     return slots
 
 
@@ -371,48 +368,7 @@ def _positions(width: int, place: RankPlace) -> np.ndarray:
     return np.concatenate([np.arange(c * chunk, (c + 1) * chunk) for c in chunks])
 
 
-def _check_surplus(b: int, ids: np.ndarray, segments: list[_Segment], cp_size: int) -> None:
-    """Segments behind those of the batch hold one and the same id, else they are sequences."""
-    first = segments[b].first
-    end = segments[-1].first + segments[-1].width // cp_size
-    padding = ids[first:end]
-    differs = padding != padding[:1]
-    if differs.any():
-        j = int(differs.argmax())
-        raise ReplayError(
-            f"cu_seqlens has {len(segments)} segments for a batch of {b} sequences, expected "
-            f"nothing but padding in those behind: found {padding[0]} at input_ids[0, {first}] and "
-            f"{padding[j]} at input_ids[0, {first + j}]"
-        )
-
-
-def _check_share(
-    batch: RoutingBatch,
-    input_ids: np.ndarray,
-    slots: np.ndarray,
-    starts: np.ndarray | None,
-    place: RankPlace,
-) -> None:
-    """Refuse whole sequences fed to a context-parallel rank where that passes for padding.
-
-    Ids [b, s] can be a share of [b, s * cp_size] whose other tokens lie where padding is not
-    looked at. Padding is one and the same id, so different ones there that continue the sequences
-    are not padding.
-    """
-    if place.cp_size == 1:
-        return
-    padding = (ids[tokens < 0] for ids, tokens in zip(input_ids, slots, strict=True))
-    if all((ids == ids[:1]).all() for ids in padding):
-        return
-    whole = _read(batch, input_ids, starts, _WHOLE)
-    if whole is not None and not np.array_equal(whole, slots):
-        raise ReplayError(
-            f"input_ids has shape {list(input_ids.shape)} and holds the whole sequences, expected "
-            f"the share of cp_rank={place.cp_rank} with cp_size={place.cp_size}"
-        )
-
-
-def _check_padding(batch: RoutingBatch, input_ids: np.ndarray, slots: np.ndarray) -> None:
+def _check_padding(input_ids: np.ndarray, slots: np.ndarray) -> None:
     """Padding is one and the same id on the whole rank; others are tokens without any routing."""
     places = np.argwhere(slots < 0)
     if not len(places):

@@ -185,7 +185,7 @@ class MegatronReplay:
         check_fraction("max_outside_fraction", max_outside_fraction)
         if not count_outside and max_outside_fraction is not None:
             raise ReplayError(
-                f"max_outside_fraction is {max_outside_fraction} with count_outside=False, expected "
+                f"max_outside_fraction is {max_outside_fraction} without count_outside, expected "
                 "None: it is a limit on what is counted"
             )
         self._count, self._max_outside = count_outside, max_outside_fraction
