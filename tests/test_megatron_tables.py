@@ -229,7 +229,10 @@ def test_missing_rows_are_routed_natively_and_counted(
     assert rollout == batch.rollout_ids[1]
     assert (report.rollouts[rollout].rows_missing, report.rollouts[rollout].rows) == (10, 49)
     assert f"rollout {rollout}: 10 missing and 0 stale of 49 rows" in str(report)
-    message = rf"10 of 176 rows .*: 10 missing, 0 stale \(5.7%\), expected at most .*5.0%; .*{rollout} \(20%\)"
+    message = (
+        r"10 of 176 rows .*: 10 missing, 0 stale \(5.7%\), expected at most .*5.0%; "
+        rf".*{rollout} \(20%\)"
+    )
     with pytest.raises(ReplayError, match=message):
         setting.replay(batch, max_missing_fraction=0.05)
 
