@@ -27,7 +27,7 @@ from megatron_ranks import (
 )
 from megatron_tools import FOUR_LAYERS as CONFIG
 from megatron_tools import packed_params, random_batch
-from r3 import RouterSpec, RoutingBatch
+from r3 import ReplayError, RouterSpec, RoutingBatch
 from r3.trainer_hooks import MegatronReplay
 from r3.trainer_hooks.megatron_cpu import shim
 from r3.trainer_hooks.megatron_cpu.qwen3_moe import build_model_chunks, load_hf_weights
@@ -335,16 +335,43 @@ def run_r2(layout: str) -> dict[int, tuple[int, int]]:
     return found
 
 
+def run_out_of_step(layout: str) -> str:
+    """What replay says when the last stage is given two microbatches in the other order."""
+    from megatron.core import parallel_state as ps
+
+    sizes, settings, kind, _ = LAYOUTS[layout]
+    shim.set_parallel(**sizes)
+    chunks = build_model_chunks(CONFIG, **settings)
+    load_hf_weights(chunks, random_hf_weights(CONFIG))
+    fed = make_microbatches(kind)
+    told = [fed[i] for i in ((1, 0, 2, 3) if ps.is_pipeline_last_stage() else range(4))]
+    order = {id(chunk): iter(told) for chunk in chunks}
+    with MegatronReplay(chunks, max_outside_fraction=None) as replay:
+
+        def forward(chunk: Any, m: Any) -> torch.Tensor:
+            other = next(order[id(chunk)])
+            with replay.microbatch(other["batch"], **arguments(chunk, other)):
+                return forward_tokens(chunk, m)
+
+        try:
+            with replay.step():
+                run_schedule(chunks, fed, forward, loss=masked_loss)
+        except ReplayError as e:
+            return str(e)
+    return "nothing"
+
+
 Key = tuple[str, str, str]  # layout, recompute, how
 
 
 def run_cases(rank: int, world_size: int, store: Path, *, keys: list[Key]) -> dict[Key, Any]:
-    """What `run_case` finds, or `run_r2` where that is how."""
+    """What `run_case` finds, or `run_r2` or `run_out_of_step` where that is how."""
+    others = {"r2": run_r2, "out of step": run_out_of_step}
     shim.init_ranks(store, rank, world_size)
     found = {}
     for key in keys:
         try:
-            found[key] = run_r2(key[0]) if key[2] == "r2" else run_case(*key)
+            found[key] = others[key[2]](key[0]) if key[2] in others else run_case(*key)
         except Exception as e:
             e.add_note(f"in case {key}")
             raise

@@ -351,9 +351,9 @@ def test_the_message_names_the_worst_rollouts() -> None:
     with pytest.raises(ReplayError) as e:
         bound(batch, Limits(0.25))
     assert str(e.value) == (
-        "39 of 124 rows have no routing that may be replayed: 39 missing, 0 stale "
-        "(31.5%), expected at most max_missing_fraction = 25.0%; by share of their rows: run/0/1/0/0 (100%), "
-        "run/0/3/0/0 (50%), run/0/0/0/0 (30%)"
+        "39 of 124 rows have no routing that may be replayed: 39 missing, 0 stale (31.5%), "
+        "expected at most max_missing_fraction = 25.0%; by share of their rows: "
+        "run/0/1/0/0 (100%), run/0/3/0/0 (50%), run/0/0/0/0 (30%)"
     )
     with pytest.raises(ReplayError) as e:
         bound(make_batch([rows_of(10, i) for i in range(9)]), Limits(0))

@@ -156,6 +156,14 @@ def test_r2_on_two_ranks(on_two: Key, two_ranks: list[dict[Key, Any]]) -> None:
     assert all(rows > 0 and wrong == 0 for r in found for rows, wrong in r.values())
 
 
+@pytest.mark.parametrize("on_two", [("pp", "none", "out of step")], ids=" ".join)
+def test_stages_out_of_step(on_two: Key, two_ranks: list[dict[Key, Any]]) -> None:
+    """A stage that is fed hidden states sees no tokens; both are told"""
+    for found in two_ranks:
+        assert "stages of the pipeline were given different microbatches" in found[on_two]
+        assert "[4, 4] passes by stage, as in the first one [True, False]" in found[on_two]
+
+
 @pytest.mark.parametrize("on_two", NATIVE, ids=" ".join)
 def test_megatrons_own_replay_is_wrong_there(
     on_two: Key, two_ranks: list[dict[Key, Any]], reference: Callable[..., Outcome]

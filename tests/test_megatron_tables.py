@@ -253,7 +253,7 @@ def test_one_wrong_rollout_among_right_ones_is_found(
     wrong = batch.rollout_ids[1]
     with pytest.raises(ReplayError) as e:
         setting.replay(batch)
-    assert f" in rollout {wrong}, expected at most" in str(e.value)
+    assert f" in the answer of rollout {wrong}, expected at most" in str(e.value)
     assert "too few" in str(e.value)  # for a diagnosis, of 49 rows
     _, report = setting.replay(batch, max_outside_fraction=None)
     assert list(report.rollouts) == list(batch.rollout_ids)

@@ -25,6 +25,7 @@ _ENOUGH_CELLS = 100
 # Above this share, the places of rows are looked at: right rows have about 0.1 (Qwen3-30B-A3B,
 # on-policy), and where neighbouring tokens are much alike, shifted rows only 0.35.
 _SUSPICIOUS = 0.15
+_PARTS = ("the prompt of ", "the answer of ", "")
 # Enough to name a fault; the first layers of a stage have seen least of what was replayed below.
 WITNESS_LAYERS, WITNESS_MICROBATCHES = 4, 8
 
@@ -93,13 +94,17 @@ def _suspects(
     suspects: list[_Suspect] = []
     chosen = []
     for p, experts in zip(passes, fetched(passes), strict=True):
-        rows = np.zeros(p.cells.shape, bool)
-        for part, columns in (("", [0, 1]), ("the prompt of ", [0]), ("the answer of ", [1])):
-            cells = p.cells[:, columns].sum(axis=1)
-            shares = experts[:, columns].sum(axis=1) / np.maximum(cells * top_k, 1)
-            for i in np.flatnonzero((cells >= _ENOUGH_CELLS) & (shares > suspicious)):
-                suspects.append(_Suspect(float(shares[i]), p.names[i], part))
-                rows[i, columns] = True
+        # [B, 3]: prompt, answer, both
+        cells, outside = (np.c_[x, x.sum(axis=1)] for x in (p.cells, experts))
+        shares = outside / np.maximum(cells * top_k, 1)
+        wrong = (cells >= _ENOUGH_CELLS) & (shares > suspicious)
+        # a part alone if it is alone, as right rows would speak for wrong ones in the whole
+        parts = wrong[:, :2]
+        wrong[:, 2] = parts.all(axis=1) | (wrong[:, 2] & ~parts.any(axis=1))
+        parts &= ~wrong[:, 2:]
+        for i, part in np.argwhere(wrong):
+            suspects.append(_Suspect(float(shares[i, part]), p.names[i], _PARTS[part]))
+        rows = parts | wrong[:, 2:]
         chosen.append(rows)
     return suspects, chosen
 
