@@ -90,6 +90,13 @@ class RoutingBatch:
     def __len__(self) -> int:
         return len(self.rollout_ids)
 
+    def __repr__(self) -> str:
+        return (
+            f"RoutingBatch of {len(self)} sequences and {self.num_tokens} tokens, MoE layers "
+            f"{reprlib.repr(self.spec.moe_layers)}, top {self.spec.top_k} of "
+            f"{self.spec.num_experts}"
+        )
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)

@@ -346,8 +346,8 @@ class MegatronReplay:
                 outside_topk_experts_free=free,
             )
         rollouts = dict(self._rollouts)
-        for p, outside in zip(self._passes, fetched(self._passes), strict=True):
-            counted = zip(p.names, p.cells.sum(axis=1), outside.sum(axis=1), strict=True)
+        for p, found_outside in zip(self._passes, fetched(self._passes), strict=True):
+            counted = zip(p.names, p.cells.sum(axis=1), found_outside.sum(axis=1), strict=True)
             for name, cells, experts in counted:
                 counts = RolloutCounts(
                     cells_replayed=int(cells), outside_topk_experts_forced=int(experts)

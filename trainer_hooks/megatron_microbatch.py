@@ -174,7 +174,7 @@ class Microbatch:
         """Of tokens and slots: the same on all stages of a pipeline for the same microbatch"""
         found = hashlib.blake2b(digest_size=8)
         for array in (self.batch.token_ids, self.batch.cu_seqlens, self.view.slots):
-            found.update(np.ascontiguousarray(array, np.int64))
+            found.update(array.astype(np.int64).tobytes())
         return found.digest()
 
     def covers(self, layer: int) -> bool:

@@ -11,6 +11,21 @@ Megatron-core is written for CUDA. This package holds what it lacks on a machine
     load_hf_weights(model, folder)
     logits = model(input_ids, position_ids, None)  # [b, s, vocabulary]
 
-Of several ranks each calls `shim.init_ranks` with its number and the sizes of the layout, and
-builds its part of the model with `qwen3_moe.build_model_chunks`.
+Of several ranks, each a process, each sets up its place and builds its part of the model, for
+Megatron's schedules or for a loop of one's own:
+
+    from pathlib import Path
+    import torch
+    from r3.trainer_hooks.megatron_cpu.qwen3_moe import build_model_chunks, load_hf_weights
+    from r3.trainer_hooks.megatron_cpu.shim import init_ranks
+
+    def main(rank, store):  # store: a file that does not exist yet, the same for all ranks
+        init_ranks(Path(store), rank, 2, pp=2)
+        chunks = build_model_chunks(config, recompute_granularity="full",
+                                    recompute_method="uniform", recompute_num_layers=1)
+        load_hf_weights(chunks, folder)
+        ...
+
+    if __name__ == "__main__":
+        torch.multiprocessing.spawn(main, ("/tmp/meet-17",), nprocs=2)
 """
