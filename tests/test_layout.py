@@ -359,7 +359,10 @@ CP2 = RankPlace(cp_size=2)
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({}, "found none of input_ids, seq_length and cu_seqlens, expected one"),
+        (
+            {},
+            r"found none of input_ids, seq_length and cu_seqlens \(packed_seq_params\), expected one",
+        ),
         ({"seq_length": -1}, "seq_length is -1, expected an integer 0"),
         ({"seq_length": 4.0}, "seq_length is 4.0, expected an integer 0"),
         ({"seq_length": 2**31}, "seq_length is 2147483648, expected"),

@@ -235,7 +235,8 @@ def _padded(
         layout = f"[{b}, s{_split(cp_size)}], one row per sequence"
         _check_integers("input_ids", input_ids, 2, layout)
         if input_ids.shape[0] != b:
-            hint = "; packed sequences, [1, T], need cu_seqlens" if len(input_ids) == 1 else ""
+            packed = "; packed sequences, [1, T], need cu_seqlens (packed_seq_params)"
+            hint = packed if len(input_ids) == 1 else ""
             raise ReplayError(
                 f"input_ids has shape {list(input_ids.shape)}, expected {layout}{hint}"
             )
@@ -249,7 +250,9 @@ def _padded(
         if cp_size > 1:
             found += f", which are {s} slots before the context-parallel split"
     elif seq_length is None:
-        raise ReplayError("found none of input_ids, seq_length and cu_seqlens, expected one")
+        raise ReplayError(
+            "found none of input_ids, seq_length and cu_seqlens (packed_seq_params), expected one"
+        )
     else:
         s, found = int(seq_length), f"seq_length is {seq_length}"
     if cp_size > 1 and s % (2 * cp_size):
