@@ -102,8 +102,8 @@ def _routing(
         replay.step(),
         replay.microbatch(batch, input_ids=fed),
     ):
-        assert replay._state.current is not None
-        yield replay._state.current.called.clear
+        assert replay.state.current is not None
+        yield replay.state.current.called.clear
 
 
 def _timed(module: Any, x: torch.Tensor) -> float:

@@ -361,7 +361,7 @@ CP2 = RankPlace(cp_size=2)
     [
         (
             {},
-            r"found none of input_ids, seq_length and cu_seqlens \(packed_seq_params\), expected one",
+            r"found none of input_ids, seq_length and cu_seqlens \(packed_seq_params\), expected",
         ),
         ({"seq_length": -1}, "seq_length is -1, expected an integer 0"),
         ({"seq_length": 4.0}, "seq_length is 4.0, expected an integer 0"),

@@ -264,7 +264,7 @@ def test_nothing_is_kept_longer_than_needed(recomputing: Any) -> None:
     m = make_microbatches("padded", 1)[0]
 
     def bound(replay: MegatronReplay) -> Any:
-        return weakref.ref(replay._state.current)
+        return weakref.ref(replay.state.current)
 
     plain = make_model(0, CONFIG)
     with random_replay(plain) as replay, replay.step():

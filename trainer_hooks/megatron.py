@@ -14,7 +14,6 @@ recomputation finds its microbatch in `megatron_recompute`.
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from r3.identity import RolloutId
 from r3.trainer_hooks import megatron_recompute
 from r3.trainer_hooks.binding import Limits, bind, check_fraction, check_version
 from r3.trainer_hooks.layout import RankPlace, check_batch, view_of
+from r3.trainer_hooks.megatron_recompute import Again, State
 from r3.trainer_hooks.megatron_report import LayerCounts, ReplayReport, RolloutCounts
 from r3.trainer_hooks.megatron_routers import (
     check_settings,
@@ -42,105 +42,15 @@ except ImportError as e:
     ) from e
 
 from r3.trainer_hooks import megatron_checks as checks
+from r3.trainer_hooks.megatron_hooks import Hook, LayerReplay
 from r3.trainer_hooks.megatron_limits import (
     WITNESS_LAYERS,
     WITNESS_MICROBATCHES,
     check_outside,
     fetched,
 )
-from r3.trainer_hooks.megatron_microbatch import Ask, Counters, Microbatch, PassCounts, TopK
+from r3.trainer_hooks.megatron_microbatch import Ask, Counters, Microbatch, PassCounts
 from r3.trainer_hooks.megatron_native import NativeRouting
-
-
-class _State(threading.local):
-    """What a thread is in the middle of; on a GPU, backward passes run in a thread of their own."""
-
-    current: Microbatch | None = None
-    entered = False  # inside a function that Megatron checkpoints
-    asked: set[int] | None = None  # the layers whose routers asked in that function
-
-
-class _Again:
-    """Enters the microbatch in which a checkpointed function first ran, as often as asked."""
-
-    def __init__(self, owner: MegatronReplay, microbatch: Microbatch | None) -> None:
-        self._owner, self._microbatch = owner, microbatch
-        self._enclosed = microbatch is not None
-        self._asked: set[int] | None = None  # in the first run
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        owner, state = self._owner, self._owner._state
-        if self._enclosed and self._asked and not owner._attached:
-            raise ReplayError(
-                "activations are recomputed after detach(), expected the backward pass before it: "
-                "they would be routed natively"
-            )
-        before = state.current, state.entered, state.asked
-        asked: set[int] = set()
-        state.current, state.entered, state.asked = self._microbatch, True, asked
-        try:
-            yield
-        finally:
-            state.current, state.entered, state.asked = before
-        if state.asked is not None:
-            state.asked |= asked
-        if self._asked is None:
-            self._asked = asked
-            if not asked:
-                self._microbatch = None  # holds no router: nothing to keep
-        elif self._enclosed and asked != self._asked:
-            raise ReplayError(
-                f"decoder layers {sorted(self._asked - asked)}: the router did not ask for its "
-                "routing when it was recomputed, expected it to as in the forward pass: its "
-                "router_replay was replaced in between"
-            )
-
-
-class _LayerReplay:
-    """What sits in `router.router_replay`; Megatron only ever calls `get_replay_topk`.
-
-    A deep copy or a pickle of it is None: a copied model (a reference model, a checkpoint) routes
-    natively and shares no state with this one.
-    """
-
-    belongs_to_r3 = True
-
-    def __init__(self, owner: MegatronReplay, layer: int) -> None:
-        self._owner, self._layer = owner, layer
-        self.counters = Counters()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-    def get_replay_topk(
-        self,
-        scores: torch.Tensor,
-        topk: int,
-        num_groups: int | None,
-        group_topk: int | None,
-        default_compute_topk: TopK,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values [rows, topk] and expert ids int64 [rows, topk] for `scores` [rows, experts]."""
-        ask = Ask(scores, topk, num_groups, group_topk, default_compute_topk)
-        return self._owner._answer(self._layer, ask, self.counters)
-
-
-class _Hook:
-    """A forward hook that is idle in a copy of its module, where it would reach this model."""
-
-    def __init__(self, function: Callable[..., None] | None = None) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        if self._function is not None:
-            self._function(*args)
-
-    def __deepcopy__(self, _memo: object) -> _Hook:
-        return _Hook()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, ()
 
 
 class MegatronReplay:
@@ -161,10 +71,10 @@ class MegatronReplay:
     model_chunks: a module, or the list of this rank's model chunks, wrapped or not.
     max_missing_fraction, max_weight_lag, on_stale: see `binding.Limits`.
     max_outside_fraction: leaving a step is an error if a larger share of the replayed experts was
-    outside the trainer's native top-k (0.57 for a shift by one token on Qwen3-30B-A3B, 0.62 on
-    Mixtral, against 0.1 for the right rows), or if 0.15 was and rows are found to be shifted or of
-    another rollout. Costs one synchronisation per step. None for no such check, which
-    count_outside=False needs.
+    outside the trainer's native top-k (for rows shifted by one token 0.57 on Qwen3-30B-A3B and 0.62
+    on Mixtral, by what neighbouring tokens share), or if 0.15 was and rows are found to be shifted
+    or of another rollout; in all, or in a layer or a rollout. Costs one synchronisation per step.
+    None for no such check, which count_outside=False needs.
     count_outside: count these experts, without synchronisation.
 
     Raises MissingDependencyError and UnsupportedError, see `megatron_routers`; a model that was
@@ -193,21 +103,21 @@ class MegatronReplay:
         self._routers = merged_routers(self._chunks)
         self._chunk_of = {x: i for i, chunk in enumerate(self._chunks) for x in chunk.routers}
         megatron_recompute.attach(self)
-        self._layers = {layer: _LayerReplay(self, layer) for layer in self._routers}
+        self._layers = {layer: LayerReplay(self, layer) for layer in self._routers}
         self._before = {layer: r.router_replay for layer, r in self._routers.items()}
         self._hooks: list[Any] = []
         for layer, router in self._routers.items():
             router.router_replay = self._layers[layer]
-            hook = _Hook(self._check_layout)
+            hook = Hook(self._check_layout)
             self._hooks.append(router.register_forward_pre_hook(hook, with_kwargs=True))
         for i, chunk in enumerate(self._chunks):
             for body in chunk.bodies:
-                self._hooks.append(body.register_forward_pre_hook(_Hook(self._note_run(i))))
+                self._hooks.append(body.register_forward_pre_hook(Hook(self._note_run(i))))
             for embedding in chunk.embeddings:
-                hook = _Hook(self._check_fed)
+                hook = Hook(self._check_fed)
                 self._hooks.append(embedding.register_forward_pre_hook(hook, with_kwargs=True))
-        self._attached = True
-        self._state = _State()
+        # for `megatron_recompute`
+        self.attached, self.state = True, State()
         self._step: object | None = None  # the one that is open
         self._weight_version: int | None = None
         self._rollouts: dict[RolloutId, RolloutCounts] = {}
@@ -244,7 +154,7 @@ class MegatronReplay:
         for hook in self._hooks:
             hook.remove()
         megatron_recompute.detach(self)
-        self._attached = False
+        self.attached = False
 
     @contextmanager
     def step(self, *, weight_version: int | None = None) -> Iterator[None]:
@@ -257,8 +167,8 @@ class MegatronReplay:
         different microbatches: all of its ranks must enter and leave steps together. Call the
         optimizer after the step.
         """
-        if not self._attached or self._step is not None:
-            state = "inside step()" if self._attached else "after detach()"
+        if not self.attached or self._step is not None:
+            state = "inside step()" if self.attached else "after detach()"
             raise ReplayError(f"step() {state}, expected one step at a time on an attached model")
         check_version(weight_version)
         check_settings(self._routers)  # they may have been changed since
@@ -275,7 +185,7 @@ class MegatronReplay:
             if self._max_outside is not None:
                 check_outside(self.report(), self._max_outside, self._passes)
         finally:
-            self._step = self._state.current = None
+            self._step = self.state.current = None
             self._passes = [dataclasses.replace(p, witness=None) for p in self._passes]
 
     def microbatch(
@@ -357,9 +267,9 @@ class MegatronReplay:
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
         """For `megatron_recompute`: enters the microbatch of now, as often as asked."""
-        if checks.in_backward() and not self._state.entered:
+        if checks.in_backward() and not self.state.entered:
             return nullcontext  # somebody else recomputes, and routers in it are refused
-        return _Again(self, self._state.current)
+        return Again(self, self.state.current)
 
     def _bound(
         self,
@@ -414,7 +324,7 @@ class MegatronReplay:
         self._check_state("microbatch()")
         if microbatch.step is not self._step:
             raise ReplayError("microbatch() of another step, expected one made in this step()")
-        state = self._state
+        state = self.state
         state.current = microbatch
         try:
             yield
@@ -436,14 +346,13 @@ class MegatronReplay:
             self._passes.append(counts)
 
     def _check_state(self, name: str) -> None:
-        if self._step is None or self._state.current is not None:
+        if self._step is None or self.state.current is not None:
             state = "outside step()" if self._step is None else "inside another microbatch()"
             raise ReplayError(f"{name} {state}, expected one at a time inside step()")
 
-    def _answer(
-        self, layer: int, ask: Ask, counters: Counters
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        again, state = checks.in_backward(), self._state
+    def answer(self, layer: int, ask: Ask, counters: Counters) -> tuple[torch.Tensor, torch.Tensor]:
+        """For `megatron_hooks`: what a router is told, values and ids [rows, top_k]."""
+        again, state = checks.in_backward(), self.state
         if again and not state.entered:
             raise ReplayError(
                 f"layer {layer}: the router ran during the backward pass, and not from one of "
@@ -484,7 +393,7 @@ class MegatronReplay:
 
     def _note_run(self, chunk: int) -> Callable[..., None]:
         def hook(_body: Any, _args: Any) -> None:
-            current = self._state.current
+            current = self.state.current
             if current is not None and not checks.in_backward():
                 current.chunks.add(chunk)
                 current.bodies.add(chunk)
@@ -492,14 +401,14 @@ class MegatronReplay:
         return hook
 
     def _check_fed(self, _embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        current = self._state.current
+        current = self.state.current
         # behind the first router MTP layers embed shifted ids
         if current is not None and not current.called and not checks.in_backward():
             checks.check_fed(current, args[0] if args else kwargs["input_ids"])
             current.fed = True
 
     def _check_layout(self, router: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        current = self._state.current
+        current = self.state.current
         if current is not None:
             hidden = args[0] if args else kwargs["input"]
             checks.check_layout(current, router.layer_number - 1, hidden)

@@ -16,16 +16,68 @@ having been entered again is an error.
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
-from r3.errors import UnsupportedError
+from r3.errors import ReplayError, UnsupportedError
+
+if TYPE_CHECKING:
+    from r3.trainer_hooks.megatron_microbatch import Microbatch
+
+
+class State(threading.local):
+    """What a thread is in the middle of; on a GPU, backward passes run in a thread of their own."""
+
+    current: Microbatch | None = None
+    entered = False  # inside a function that Megatron checkpoints
+    asked: set[int] | None = None  # the layers whose routers asked in that function
+
+
+class Again:
+    """Enters the microbatch in which a checkpointed function first ran, as often as asked."""
+
+    def __init__(self, owner: Reentrant, microbatch: Microbatch | None) -> None:
+        self._owner, self._microbatch = owner, microbatch
+        self._enclosed = microbatch is not None
+        self._asked: set[int] | None = None  # in the first run
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        owner, state = self._owner, self._owner.state
+        if self._enclosed and self._asked and not owner.attached:
+            raise ReplayError(
+                "activations are recomputed after detach(), expected the backward pass before it: "
+                "they would be routed natively"
+            )
+        before = state.current, state.entered, state.asked
+        asked: set[int] = set()
+        state.current, state.entered, state.asked = self._microbatch, True, asked
+        try:
+            yield
+        finally:
+            state.current, state.entered, state.asked = before
+        if state.asked is not None:
+            state.asked |= asked
+        if self._asked is None:
+            self._asked = asked
+            if not asked:
+                self._microbatch = None  # holds no router: nothing to keep
+        elif self._enclosed and asked != self._asked:
+            raise ReplayError(
+                f"decoder layers {sorted(self._asked - asked)}: the router did not ask for its "
+                "routing when it was recomputed, expected it to as in the forward pass: its "
+                "router_replay was replaced in between"
+            )
 
 
 class Reentrant(Protocol):
     """What has a state that a checkpointed function must find again."""
+
+    attached: bool
+    state: State
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
         """A context manager that enters, as often as asked, the state that holds now."""
