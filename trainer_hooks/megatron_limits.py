@@ -22,8 +22,8 @@ from r3.trainer_hooks.megatron_report import ReplayReport
 
 # Replayed cells from which on their share of experts outside the top-k is judged.
 _ENOUGH_CELLS = 100
-# Above this share, the places of rows are looked at: of right rows a tenth of the cells is published
-# to differ (Qwen3-30B-A3B), and shifted rows have only 0.35 where neighbouring tokens are alike.
+# Above this share, the places of rows are looked at: of right rows a tenth of the cells is said to
+# differ (Qwen3-30B-A3B, on-policy), and shifted rows have only 0.35 where neighbours are alike.
 _SUSPICIOUS = 0.15
 _PARTS = ("the prompt of ", "the answer of ", "")
 # Enough to name a fault; the first layers of a stage have seen least of what was replayed below.
