@@ -157,7 +157,7 @@ def test_demo_leaves_a_folder_of_somebody_else_alone(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.full) for s in (1, 2))])
 def test_demo_shows_disagreement_and_removes_it(seed, tmp_path):
     done = r3_command("demo", "--out", tmp_path, "--seed", seed)
     assert done.returncode == 0, done.stderr
@@ -205,7 +205,7 @@ def test_demo_refuses_checkpoints_before_sampling(tmp_path):
         assert not (tmp_path / "out" / "routing.r3").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_demo_with_a_model_and_text_prompts(tmp_path):
     """A checkpoint with a dense first layer and a tokenizer; fewer prompts than usual."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -180,7 +180,7 @@ def test_wrong_rows_are_seen_by_the_comparison(mutate, kinds, model_dir, tmp_pat
             "layer 1: .*did not report",
             marks=pytest.mark.full,
         ),
-        (bind_the_draft, {"draft"}, R3Error, "layer 1"),
+        pytest.param(bind_the_draft, {"draft"}, R3Error, "layer 1", marks=pytest.mark.full),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )

@@ -78,14 +78,9 @@ def test_rows_equal_hugging_face(key, family, model_dir, run_engine, tmp_path):
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "backend",
-    [
-        # Dynamo's trace is what drops the callbacks; the C++ that follows takes half a minute
-        pytest.param("eager", marks=pytest.mark.slow),
-        pytest.param("inductor", marks=pytest.mark.full),
-    ],
-)
+# Dynamo's trace is what drops the callbacks; the C++ that follows takes half a minute
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_native_capture_is_refused(backend, model_dir, run_engine, tmp_path):
     """vLLM 0.32 compiles on a CPU before it binds its capture, so that rows would be zeros."""
     found = run_engine(
