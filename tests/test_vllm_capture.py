@@ -15,10 +15,9 @@ from routing_check import check_routing
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("family", "multiprocessing"),
-    [("qwen3_moe", "0"), pytest.param("mixtral", "1", marks=pytest.mark.full)],
-)
+# larger than the scenarios of test_vllm_scenarios.py, which see the same in `make test`
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "multiprocessing"), [("qwen3_moe", "0"), ("mixtral", "1")])
 def test_rows_equal_hugging_face(family, multiprocessing, model_dir, run_engine, tmp_path):
     """Chunked prefill, shared prefixes and forced preemption; a shift by one row must not pass."""
     model, file = model_dir(family), tmp_path / "routing.r3"

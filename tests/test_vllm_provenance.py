@@ -40,6 +40,7 @@ def test_fields_are_those_of_the_engine(model_dir, run_engine):
     assert found["seconds"] < 1e-3, "it is made for every trace"
 
 
+@pytest.mark.full
 def test_an_engine_process_and_a_dead_one(model_dir, run_engine):
     found = run_engine(provenance_runs.multiprocess, model=model_dir("qwen3_moe"))
     alive = found["alive"]

@@ -79,6 +79,7 @@ def test_rows_carry_the_version_of_their_weights(model_dir, updated_model, run_e
     check_updates(found, old, new)
 
 
+@pytest.mark.full
 def test_mutation_version_not_raised(model_dir, updated_model, run_engine):
     """A hook that misses updates does not pass the test above."""
     found = run_engine(
