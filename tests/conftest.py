@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,15 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
             pytest.fail(f"{e}\n{log.read_text(errors='replace')[-4000:]}", pytrace=False)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def no_native_replay_is_left() -> Iterator[None]:
+    """Megatron registers what it replays itself in a list of the class: empty before each test,
+    whatever ran before it"""
+    yield
+    if module := sys.modules.get("megatron.core.transformer.moe.router_replay"):
+        module.RouterReplay.clear_global_router_replay_instances()
 
 
 @pytest.fixture(scope="module")

@@ -281,28 +281,23 @@ def test_field_14_78_models_share_nothing() -> None:
     """orphaned routers and a reference model in Megatron's class-global list are not involved"""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    try:
-        policy, reference, _orphan = (
-            make_model(i, moe_enable_routing_replay=True) for i in range(3)
-        )
-        assert len(RouterReplay.global_router_replay_instances) == 6
-        batch = random_batch([6], missing=0)
-        ids = padded(batch)
-        with torch.no_grad():
-            native = forward(reference, ids)
-            with random_replay(policy) as replay, random_replay(reference) as other:
-                with replay.step(), replay.microbatch(batch, input_ids=ids):
-                    RouterReplay.clear_global_indices()
-                    RouterReplay.clear_global_router_replay_instances()
-                    with record_routing(policy) as used:
-                        forward(policy, ids)
-                    assert torch.equal(forward(reference, ids), native)
-                assert other.report().total.rows_replayed == 0
-        expected = np.sort(batch.routed_experts[:5], axis=-1)
-        assert np.array_equal(used[0][:5], expected)
-        assert isinstance(routers_of(policy)[0].router_replay, RouterReplay)
-    finally:
-        RouterReplay.clear_global_router_replay_instances()
+    policy, reference, _orphan = (make_model(i, moe_enable_routing_replay=True) for i in range(3))
+    assert len(RouterReplay.global_router_replay_instances) == 6
+    batch = random_batch([6], missing=0)
+    ids = padded(batch)
+    with torch.no_grad():
+        native = forward(reference, ids)
+        with random_replay(policy) as replay, random_replay(reference) as other:
+            with replay.step(), replay.microbatch(batch, input_ids=ids):
+                RouterReplay.clear_global_indices()
+                RouterReplay.clear_global_router_replay_instances()
+                with record_routing(policy) as used:
+                    forward(policy, ids)
+                assert torch.equal(forward(reference, ids), native)
+            assert other.report().total.rows_replayed == 0
+    expected = np.sort(batch.routed_experts[:5], axis=-1)
+    assert np.array_equal(used[0][:5], expected)
+    assert isinstance(routers_of(policy)[0].router_replay, RouterReplay)
 
 
 def test_copies_carry_no_live_state(model: Any) -> None:

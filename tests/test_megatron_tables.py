@@ -283,18 +283,14 @@ def test_megatrons_own_replay_takes_them_silently(settings: dict[str, Setting], 
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
     setting = settings["allgather"]
-    RouterReplay.clear_global_router_replay_instances()
-    try:
-        model = make_model(0, CONFIG, moe_enable_routing_replay=True)
-        batch = ERRORS[fault][0](setting.batch)
-        table = np.tile([0, 1], (60, 4, 3, 1))
-        for i, (a, b) in enumerate(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)):
-            table[: b - a - 1, i] = batch.routed_experts[a : b - 1]
-        rows = torch.from_numpy(table).flatten(0, 1)
-        RouterReplay.set_replay_data(list(rows.unbind(1)))
-        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        with torch.no_grad():
-            loss = setting.loss_of(forward(model, setting.ids))
-        assert abs(loss - setting.loss) > 1e-4
-    finally:
-        RouterReplay.clear_global_router_replay_instances()
+    model = make_model(0, CONFIG, moe_enable_routing_replay=True)
+    batch = ERRORS[fault][0](setting.batch)
+    table = np.tile([0, 1], (60, 4, 3, 1))
+    for i, (a, b) in enumerate(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)):
+        table[: b - a - 1, i] = batch.routed_experts[a : b - 1]
+    rows = torch.from_numpy(table).flatten(0, 1)
+    RouterReplay.set_replay_data(list(rows.unbind(1)))
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    with torch.no_grad():
+        loss = setting.loss_of(forward(model, setting.ids))
+    assert abs(loss - setting.loss) > 1e-4
