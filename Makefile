@@ -18,6 +18,9 @@ NEW_MEGATRON := $(VENV)/megatron-0.19/.ready
 # the CPU wheels of these are linked against a CUDA build of torch and break `import vllm`
 BROKEN := torchvision torchaudio torchcodec
 
+# two workers: an engine that starts uses one core; a module's tests stay together, they share models
+BOTH := -n 2 --dist loadscope
+
 # the first Python on the PATH that runs and is new enough; `make PYTHON=/path/to/python` overrides
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null \
@@ -52,13 +55,13 @@ demo: $(READY)
 	$(PY) -m r3.cli demo --out r3-demo
 
 test: $(READY)
-	$(PY) -m pytest -m "not full"
+	$(PY) -m pytest $(BOTH) -m "not full"
 
 test-fast: $(READY)
 	$(PY) -m pytest -m "not slow and not full"
 
 test-full: $(READY) $(OLD_VLLM) $(NEW_MEGATRON)
-	$(PY) -m pytest
+	$(PY) -m pytest $(BOTH)
 
 # the other vLLM that capture supports, beside the environment and not in it; same dependencies
 $(OLD_VLLM): $(READY)
