@@ -14,9 +14,9 @@ from itertools import pairwise
 import numpy as np
 
 from r3.checks import check_distinct, check_shape_and_range
-from r3.columns import ROUNDING
+from r3.columns import ANSWER, PROMPT, REPLY, ROUNDING, Column, as_array
 from r3.errors import TraceError
-from r3.identity import RolloutId
+from r3.identity import Provenance, RolloutId
 from r3.spec import RouterSpec
 from r3.trace import RoutingTrace
 
@@ -86,6 +86,59 @@ class RoutingBatch:
             logprobs=logprobs,
             weight_versions=weight_versions,
         )
+
+    def to_traces(
+        self, *, provenance: Provenance | None = None, margins: np.ndarray | None = None
+    ) -> list[RoutingTrace]:
+        """One trace per sequence, to be stored: what `from_traces` packed, as far as it packed it.
+
+        provenance: of all of them. margins: float32 [T, MoE layers], aligned to tokens, see the
+        column `router_margins`; those of last tokens have no row and are left out, as is anything
+        else that is said of them.
+
+        A sequence whose log-probabilities are all NaN gets no column `logprobs`. In any other, NaN
+        behind the prompt means a token that was not sampled, a reply in the column `segments`,
+        which is there only where there is such a token. Weight versions are known of all valid
+        rows of a sequence or left out.
+
+        Raises TraceError, naming the rollout, for content that no trace can have.
+        """
+        if margins is not None:
+            margins = as_array(margins, "margins", np.float32, copy=False)
+            if margins.shape != (self.num_tokens, len(self.spec.moe_layers)):
+                raise TraceError(
+                    f"margins have shape {list(margins.shape)}, expected one for each token and "
+                    f"MoE layer, {[self.num_tokens, len(self.spec.moe_layers)]}"
+                )
+        traces = []
+        for i, (start, stop) in enumerate(pairwise(self.cu_seqlens.tolist())):
+            tokens, rows = slice(start, stop), slice(start, stop - 1)
+            prompt_len, valid = int(self.prompt_lens[i]), self.valid[rows]
+            logprobs, versions = self.logprobs[tokens], self.weight_versions[rows]
+            known = valid.any() and (versions[valid] >= 0).all()
+            extra: dict[str, Column] = {}
+            if margins is not None:
+                extra["router_margins"] = Column(margins[rows], "row")
+            has_logprobs = not np.isnan(logprobs).all()
+            fed = np.isnan(logprobs[prompt_len:])
+            if has_logprobs and fed.any():
+                segments = np.full(stop - start, PROMPT, np.uint8)
+                segments[prompt_len:] = np.where(fed, REPLY, ANSWER)
+                extra["segments"] = Column(segments, "token")
+            trace = RoutingTrace.build(
+                spec=self.spec,
+                token_ids=self.token_ids[tokens],
+                routed_experts=self.routed_experts[rows],
+                prompt_len=prompt_len,
+                valid=valid,
+                logprobs=logprobs if has_logprobs else None,
+                weight_versions=versions if known else None,
+                rollout_id=self.rollout_ids[i],
+                provenance=provenance,
+                extra=extra,
+            )
+            traces.append(trace)
+        return traces
 
     def __len__(self) -> int:
         return len(self.rollout_ids)

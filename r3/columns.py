@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ _KNOWN: dict[str, tuple[str, tuple[str, ...], int]] = {
     "valid": ("row", ("bool",), 1),
     "logprobs": ("token", ("float32",), 1),
     "weight_versions": ("row", ("int64",), 1),
+    "router_margins": ("row", ("float32",), 2),
     "segments": ("token", ("uint8",), 1),
     "turns": ("token", ("uint16",), 1),
     "rewards": ("token", ("float32",), 1),
@@ -118,12 +119,16 @@ def check_prompt_len(prompt_len: object, tokens: int, where: str) -> None:
 
 
 def check_values(
-    columns: Mapping[str, Column], prompt_len: int, valid: np.ndarray, where: str
+    columns: Mapping[str, Column],
+    prompt_len: int,
+    valid: np.ndarray,
+    moe_layers: Sequence[int],
+    where: str,
 ) -> None:
     """Raise TraceError for content that the known columns of a trace can not have.
 
     The forms have passed `check_column`. What they mean: see RoutingTrace. valid: bool [rows].
-    Expert ids are left to r3.checks.
+    moe_layers: decoder layers of the routers, for messages. Expert ids are left to r3.checks.
     """
     given = {name: column.data for name, column in columns.items() if name in _KNOWN}
     if "segments" in given:
@@ -133,6 +138,8 @@ def check_values(
         _check_logprobs(given["logprobs"], sampled, prompt_len, where)
     if "weight_versions" in given:
         _check_weight_versions(given["weight_versions"], valid, where)
+    if "router_margins" in given:
+        _check_router_margins(given["router_margins"], valid, moe_layers, where)
     if "turns" in given:
         turns = given["turns"]
         if (turns[1:] < turns[:-1]).any():
@@ -194,6 +201,31 @@ def _check_weight_versions(values: np.ndarray, valid: np.ndarray, where: str) ->
         row = int(bad.argmax())
         expected = "0 or more" if valid[row] else "-1, as the row is missing"
         raise TraceError(f"{where}: row {row}: weight version {values[row]}, expected {expected}")
+
+
+def _check_router_margins(
+    values: np.ndarray, valid: np.ndarray, moe_layers: Sequence[int], where: str
+) -> None:
+    if values.shape[1] != len(moe_layers):
+        raise TraceError(
+            f"{where}: router_margins has shape {list(values.shape)}, expected "
+            f"{[len(valid), len(moe_layers)]}, one for each row and MoE layer"
+        )
+    good = np.isnan(values) | (valid[:, None] & (values >= 0) & np.isfinite(values))
+    if not good.all():
+        row, i = (int(x) for x in np.argwhere(~good)[0])
+        expected = "a finite number of at least 0, or NaN where it is not known"
+        raise TraceError(
+            f"{where}: row {row}, layer {moe_layers[i]}: router margin {values[row, i]}, expected "
+            f"{expected if valid[row] else 'NaN, as the row is missing'}"
+        )
+
+
+def margins_or_nan(columns: Mapping[str, Column]) -> np.ndarray:
+    """The column `router_margins`, float32 [rows, MoE layers]; NaN throughout if there is none."""
+    if "router_margins" in columns:
+        return columns["router_margins"].data
+    return np.full(columns["routed_experts"].data.shape[:2], np.nan, np.float32)
 
 
 def _check_kept(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from r3.columns import ANSWER, REPLY, Column
+from r3.columns import ANSWER, REPLY, Column, margins_or_nan
 from r3.errors import SpecError, TraceError
 
 if TYPE_CHECKING:
@@ -60,6 +60,9 @@ def extended_columns(trace: RoutingTrace, turn: RoutingTrace) -> dict[str, Colum
             mine = trace.columns[name].data
             theirs = np.full(turn.num_tokens - n, unknown, mine.dtype)
             columns[name] = Column(np.concatenate([mine, theirs]), "token")
+    if "router_margins" in trace.columns.keys() | turn.columns.keys():
+        margins = rows(margins_or_nan(trace.columns), margins_or_nan(turn.columns))
+        columns["router_margins"] = Column(margins, "row")
 
     columns.pop("valid", None)
     if not (valid := turn.valid | kept).all():
@@ -88,7 +91,8 @@ def _check_names(trace: RoutingTrace, turn: RoutingTrace, where: str) -> None:
                 f"first axis) {theirs}, expected {mine}"
             )
     # made here, or joined by rules that do not need both
-    free = {"valid", "weight_versions", "segments", "turns", "rewards", "kept_counts", "kept_ids"}
+    free = {"valid", "weight_versions", "router_margins", "segments", "turns"}
+    free |= {"rewards", "kept_counts", "kept_ids"}
     for name in sorted((trace.columns.keys() ^ turn.columns.keys()) - free):
         one, other = (trace, turn) if name in trace.columns else (turn, trace)
         from_turn = one is turn and one.columns[name].align == "rollout"

@@ -105,6 +105,14 @@ class Provenance:
         known = ((k, v) for k, v in self._items() if v or v is False)
         return {k: dict(v) if isinstance(v, Mapping) else v for k, v in known}
 
+    def flat(self) -> dict[str, Any]:
+        """`to_dict` with what is in mappings under "field.key": one value for each name."""
+        found: dict[str, Any] = {}
+        for name, value in self.to_dict().items():
+            inner = value.items() if isinstance(value, dict) else [("", value)]
+            found |= {f"{name}.{key}" if key else name: item for key, item in inner}
+        return found
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Provenance:
         """Inverse of `to_dict`; a field of a later version is kept in `extra`.

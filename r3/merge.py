@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from r3.columns import margins_or_nan
 from r3.errors import TraceError
 from r3.trace import Column, RoutingTrace
 
@@ -25,7 +26,7 @@ def merge_prefill_decode(prefill: RoutingTrace, decode: RoutingTrace) -> Routing
     Token ids, log-probabilities, rollout id and further columns are those of `decode`, also the
     provenance, with that of `prefill` as `extra["prefill"]`. Weight versions go with their rows;
     if only one of the two has them there are none, for -1 means a missing row and any other
-    number would be a guess.
+    number would be a guess. So do router margins, which are NaN where only the other has them.
 
     Raises TraceError, naming both rollouts, if the two are not of one prompt and one model.
     """
@@ -78,6 +79,9 @@ def merge_prefill_decode(prefill: RoutingTrace, decode: RoutingTrace) -> Routing
     if prefill.weight_versions is not None and decode.weight_versions is not None:
         versions = pick(prefill.weight_versions, decode.weight_versions)
         columns["weight_versions"] = Column(versions, "row")
+    if "router_margins" in prefill.columns.keys() | decode.columns.keys():
+        margins = pick(margins_or_nan(prefill.columns), margins_or_nan(decode.columns))
+        columns["router_margins"] = Column(margins, "row")
     extra = {**decode.provenance.extra, "prefill": prefill.provenance.to_dict()}
     return RoutingTrace(
         decode.spec,

@@ -58,6 +58,10 @@ class RoutingTrace:
                               number that rises with each weight update of the engine; -1 where
                               not valid; absent when not known. After a preemption the KV behind
                               later rows may be newer than earlier rows say
+      router_margins  row     float32 [n - 1, MoE layers]; how near the router was to another
+                              choice: its k-th largest logit minus the (k + 1)-th, at least 0 and
+                              finite; NaN where not valid or not known. Of a trainer's own routing,
+                              see r3.trainer_hooks.megatron
       segments        token   uint8 [n]; 0 prompt, 1 answer (sampled by the engine), 2 reply (of a
                               tool or environment: fed, not sampled). 0 or 2 in the first
                               `prompt_len` tokens, 1 or 2 behind them; absent when all tokens
@@ -209,7 +213,7 @@ class RoutingTrace:
         check_shape_and_range(self.routed_experts, self.valid, self.spec, where)
         ordered = sort_rows(self.routed_experts, self.valid)
         check_distinct(self.routed_experts, self.valid, self.spec, where, ordered)
-        check_values(self.columns, self.prompt_len, self.valid, where)
+        check_values(self.columns, self.prompt_len, self.valid, self.spec.moe_layers, where)
         missing = np.flatnonzero(~self.valid)
         filled = missing[self.routed_experts[missing].any(axis=(1, 2))]
         if len(filled):
@@ -314,9 +318,9 @@ class RoutingTrace:
         are put together, other rollout columns are `turn`'s.
 
         Columns that only one of the two has: without weight versions in both there are none (-1
-        means a missing row, another number would be a guess); rewards are NaN and kept_counts 0
-        where not known; log-probabilities may be missing where nothing was sampled; a rollout
-        column may be `turn`'s alone. Any other is refused.
+        means a missing row, another number would be a guess); rewards and router_margins are NaN
+        and kept_counts 0 where not known; log-probabilities may be missing where nothing was
+        sampled; a rollout column may be `turn`'s alone. Any other is refused.
 
         Raises SpecError for other routers, TraceError for other tokens or columns that do not go
         together; both name the two rollouts.

@@ -180,6 +180,43 @@ def test_demo_shows_disagreement_and_removes_it(seed, tmp_path):
         assert len(shard) == summary["rollouts"] == 32
         assert sum(t.num_tokens for t in shard) == summary["tokens"]
         assert all(t.valid.all() and t.logprobs is not None for t in shard)
+        engine = list(shard)
+    # what the trainer did beside it, of the same rollouts and tokens
+    trainer = {}
+    for name in ("native", "replay"):
+        with ShardReader(tmp_path / f"{name}.r3") as shard:
+            trainer[name] = [shard.get(t.rollout_id) for t in engine]
+            assert len(shard) == len(engine)
+        for a, b in zip(engine, trainer[name], strict=True):
+            assert np.array_equal(a.token_ids, b.token_ids)
+            assert a.prompt_len == b.prompt_len
+            assert np.array_equal(np.isnan(a.logprobs), np.isnan(b.logprobs))
+            assert b.valid.all()
+            assert (b.provenance.engine, b.provenance.dtype) == ("megatron-core", "float32")
+    assert all(
+        np.array_equal(np.sort(a.routed_experts), np.sort(b.routed_experts))
+        for a, b in zip(engine, trainer["replay"], strict=True)
+    )
+    differs, margins, size = (
+        np.concatenate(
+            [
+                (np.sort(a.routed_experts) != np.sort(b.routed_experts)).any(axis=-1)
+                for a, b in zip(engine, trainer["native"], strict=True)
+            ]
+        ),
+        np.concatenate([t.columns["router_margins"].data for t in trainer["native"]]),
+        {
+            name: np.concatenate(
+                [np.abs(b.logprobs - a.logprobs) for a, b in zip(engine, some, strict=True)]
+            )
+            for name, some in trainer.items()
+        },
+    )
+    assert differs.mean() == pytest.approx(summary["cell_disagreement_native"], rel=1e-9)
+    assert np.median(margins[differs]) < np.median(margins) / 4
+    for name, of_all in size.items():
+        found = summary[f"abs_logratio_max_{name}"]
+        assert float(np.nanmax(of_all)) == pytest.approx(found, rel=1e-5)
     shown = r3_command("inspect", tmp_path / "routing.r3", "--json")
     assert json.loads(shown.stdout)["missing_rows"] == 0
 

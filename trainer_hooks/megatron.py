@@ -49,8 +49,12 @@ from r3.trainer_hooks.megatron_limits import (
     check_outside,
     fetched,
 )
+from r3.trainer_hooks.megatron_margins import ToLogits, to_logits
 from r3.trainer_hooks.megatron_microbatch import Ask, Counters, Microbatch, PassCounts
 from r3.trainer_hooks.megatron_native import NativeRouting
+from r3.trainer_hooks.megatron_provenance import trainer_provenance
+
+__all__ = ["MegatronReplay", "NativeRouting", "trainer_provenance"]
 
 
 class MegatronReplay:
@@ -226,13 +230,21 @@ class MegatronReplay:
         packed_seq_params: Any = None,
         starts: Any = None,
         seq_length: int | None = None,
+        margins: bool = False,
     ) -> Iterator[NativeRouting]:
         """Route natively in the forward pass inside, and remember and compare what was chosen.
 
         What it yields gives a batch that replays the trainer's own routing (R2), and a diagnosis
         of the alignment of `batch`. Its rows count as `free`. Arguments as for `microbatch`.
+
+        margins: also remember how near each router was to another choice; UnsupportedError, before
+        the pass, for routers that do not choose by their logits alone (expert bias, groups) or have
+        no other choice.
         """
-        bound = self._bound(True, batch, input_ids, packed_seq_params, starts, seq_length)
+        logits = to_logits(self._routers) if margins else None
+        bound = self._bound(
+            True, batch, input_ids, packed_seq_params, starts, seq_length, to_logits=logits
+        )
         native = NativeRouting(bound, self._group(), self._weight_version)
         with self._run(bound):
             yield native
@@ -279,6 +291,7 @@ class MegatronReplay:
         packed_seq_params: Any,
         starts: Any,
         seq_length: int | None,
+        to_logits: dict[int, ToLogits] | None = None,
     ) -> Microbatch:
         self._check_state("record()" if record else "microbatch()")
         if not isinstance(batch, RoutingBatch):
@@ -308,6 +321,7 @@ class MegatronReplay:
             input_ids=input_ids,
             record=record,
             count=self._count,
+            to_logits=to_logits,
             witnesses=() if record else self._witness_layers(),
             step=self._step,
         )

@@ -8,7 +8,7 @@ recomputed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from r3.batch import RoutingBatch
 from r3.identity import RolloutId
 from r3.trainer_hooks.binding import Binding
 from r3.trainer_hooks.layout import RankView
+from r3.trainer_hooks.megatron_margins import ToLogits, margins_of
 from r3.trainer_hooks.megatron_report import LayerCounts
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -114,8 +115,8 @@ class Microbatch:
     """One batch bound to this rank, for one forward pass through one model chunk.
 
     input_ids: what the chunk is fed, None where it is fed hidden states. record: the pass is native
-    and its choice is remembered. witnesses: layers whose native choice is remembered while
-    replaying. step: the step that it was made in.
+    and its choice is remembered; to_logits: and its margins, see `megatron_margins`. witnesses:
+    layers whose native choice is remembered while replaying. step: the step that it was made in.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Microbatch:
         input_ids: torch.Tensor | None,
         record: bool,
         count: bool,
+        to_logits: Mapping[int, ToLogits] | None = None,
         witnesses: Collection[int] = (),
         step: object = None,
     ) -> None:
@@ -148,6 +150,8 @@ class Microbatch:
         self.behind_prompt = (position >= batch.prompt_lens[sequence]).astype(np.int64)
         self._witnesses = witnesses
         self.native: dict[int, torch.Tensor] = {}  # int16 or int32 [rows, top_k] by layer
+        self.to_logits = to_logits
+        self.margins: dict[int, torch.Tensor] = {}  # float32 [rows] by layer
         self._small = torch.int16 if batch.spec.num_experts <= 1 << 15 else torch.int32
         self._row_of = {layer: i for i, layer in enumerate(layers)}
         self._experts = torch.from_numpy(binding.experts)
@@ -247,6 +251,11 @@ class Microbatch:
             return ask.scores.gather(1, ids), ids
         values, ids = ask.native(ask.scores)
         self.native[layer] = ids.detach().to(self._small)
+        if self.to_logits is not None:
+            with torch.no_grad():
+                scores = ask.scores.detach()
+                to_logits = self.to_logits[layer]
+                self.margins[layer] = margins_of(scores, values.detach(), ids, to_logits)
         if self.count:
             with torch.no_grad():
                 recorded = self._experts[self._row_of[layer]].long()

@@ -53,15 +53,7 @@ class NativeRouting:
             return batch
         witness = self._witness()
         layers = tuple(sorted(witness.native))
-        chosen = torch.stack([witness.native[i] for i in layers], dim=1).int()
-        seen = torch.from_numpy(np.flatnonzero(witness.tokens >= 0)).to(chosen.device)
-        tokens = torch.from_numpy(witness.tokens).to(chosen.device)
-        shape = (batch.num_tokens, *chosen.shape[1:])
-        table = torch.full(shape, -1, dtype=torch.int32, device=chosen.device)
-        table[tokens[seen]] = chosen[seen]
-        if self._group is not None and self._group.size() > 1:
-            torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX, group=self._group)
-        routed = table.cpu().numpy()
+        routed = self._whole(torch.stack([witness.native[i] for i in layers], dim=1).int())
         valid = routed.min(axis=(1, 2)) >= 0
         valid[batch.cu_seqlens[1:] - 1] = False
         version = -1 if self._version is None else self._version
@@ -73,6 +65,42 @@ class NativeRouting:
             valid=valid,
             weight_versions=np.where(valid, version, -1).astype(np.int64),
         )
+
+    def margins(self) -> np.ndarray:
+        """How near the routers were to another choice: float32 [T, MoE layers of `to_batch`].
+
+        In logits: the k-th largest minus the (k + 1)-th, at least 0. As exact as the scores that
+        the router compares: a sigmoid in bfloat16 near 1 stands for many logits. NaN where
+        `to_batch` has no routing, and where rounding hides the difference. Collective as
+        `to_batch`. Goes with it: `own.to_traces(margins=native.margins())`.
+        Raises ReplayError if the pass was not recorded with margins=True.
+        """
+        batch = self._microbatch.batch
+        if self._microbatch.to_logits is None:
+            raise ReplayError("the pass was recorded without margins, expected margins=True")
+        if self._microbatch.chunks and not self._microbatch.called:
+            return np.full((batch.num_tokens, len(batch.spec.moe_layers)), np.nan, np.float32)
+        self._witness()
+        found = self._microbatch.margins
+        rows = torch.stack([found[i] for i in sorted(found)], dim=1)
+        table = self._whole(rows.nan_to_num(nan=-1.0))
+        table[batch.cu_seqlens[1:] - 1] = -1
+        return np.where(table < 0, np.float32(np.nan), table)
+
+    def _whole(self, rows: torch.Tensor) -> np.ndarray:
+        """Values of this rank's router rows by token, [T, ...], -1 where no rank has a row.
+
+        rows: [rows, ...], -1 or more. Collective over the ranks that the rows are split over.
+        """
+        index = self._microbatch.view.index
+        seen = torch.from_numpy(np.flatnonzero(index >= 0)).to(rows.device)
+        tokens = torch.from_numpy(index).to(rows.device)
+        shape = (self._microbatch.batch.num_tokens, *rows.shape[1:])
+        table = torch.full(shape, -1, dtype=rows.dtype, device=rows.device)
+        table[tokens[seen]] = rows[seen]
+        if self._group is not None and self._group.size() > 1:
+            torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX, group=self._group)
+        return table.cpu().numpy()
 
 
 def alignment_of(witness: Witness, chosen: np.ndarray) -> Alignment:

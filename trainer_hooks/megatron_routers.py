@@ -88,7 +88,7 @@ def find_chunks(model_chunks: Any) -> list[Chunk]:
     router that is under replay already.
     """
     _check_megatron()
-    chunks = [_chunk(name, module) for name, module in _named(model_chunks)]
+    chunks = [_chunk(name, module) for name, module in named_chunks(model_chunks)]
     routers = merged_routers(chunks)
     if not routers and not _is_moe_stage(model_chunks):
         raise UnsupportedError(
@@ -123,7 +123,7 @@ def named_routers(model_chunks: Any) -> dict[int, Any]:
     Without those of MTP layers. Raises as `find_chunks`, except for settings.
     """
     _check_megatron()
-    routers = merged_routers([_chunk(name, module) for name, module in _named(model_chunks)])
+    routers = merged_routers([_chunk(name, module) for name, module in named_chunks(model_chunks)])
     if not routers:
         raise UnsupportedError(
             "the model has no TopKRouter: expected a Megatron-core model with num_moe_experts set"
@@ -131,7 +131,7 @@ def named_routers(model_chunks: Any) -> dict[int, Any]:
     return routers
 
 
-def _named(model_chunks: Any) -> Iterator[tuple[str, Any]]:
+def named_chunks(model_chunks: Any) -> Iterator[tuple[str, Any]]:
     """(name, module) of each chunk; one that is given twice, wrapped or not, is one chunk"""
     from torch.nn import Module
 
@@ -201,7 +201,7 @@ def _routers(modules: dict[str, Any]) -> dict[int, Any]:
 
 def _is_moe_stage(model_chunks: Any) -> bool:
     """Whether a stage without routers belongs to a pipeline that has them elsewhere"""
-    configs = [getattr(module, "config", None) for _, module in _named(model_chunks)]
+    configs = [getattr(module, "config", None) for _, module in named_chunks(model_chunks)]
     return any(
         getattr(c, "num_moe_experts", None) and (c.pipeline_model_parallel_size or 1) > 1
         for c in configs

@@ -1,7 +1,8 @@
-"""The command line: `r3 demo`, `inspect`, `verify`, `merge`, `doctor`. Nothing imports it.
+"""The command line: `r3 demo`, `inspect`, `compare`, `report`, `show`, `verify`, `merge`, `doctor`.
 
 Exit codes: 0 done, 2 the input is at fault, 1 anything else; an error is one line on stderr.
-`r3 doctor` ends with 1 when capture would not start, `r3 verify` when something is lost.
+`r3 doctor` ends with 1 when capture would not start, `r3 verify` when something is lost, `r3
+compare` and `r3 report` when their verdict is bad.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +20,7 @@ import click
 
 import r3
 from r3.cli.isolate import StageError
+from r3.cli.text import write_text
 from r3.errors import R3Error
 
 _PATH = click.Path(path_type=Path)
@@ -78,6 +82,153 @@ def inspect(file: Path, as_json: bool) -> None:
     else:
         render(summary, Console())
     sys.stdout.flush()  # here, where a full disk can still be reported
+
+
+_TOKENIZER = click.option(
+    "--tokenizer", type=_PATH, help="folder with the model's tokenizer.json: show tokens as text"
+)
+
+
+@app.command()
+@click.argument("a", type=_PATH)
+@click.argument("b", type=_PATH)
+@click.option("--replay", type=_PATH, help="third file: the trainer's, recorded under replay")
+@click.option("-o", "--out", type=_PATH, help="write the page to this HTML file")
+@click.option("--json", "as_json", is_flag=True, help="print all figures as JSON")
+@click.option(
+    "--ordered", is_flag=True, help="experts are stored by falling weight: compare the first, too"
+)
+@_TOKENIZER
+def compare(
+    a: Path,
+    b: Path,
+    replay: Path | None,
+    out: Path | None,
+    as_json: bool,
+    ordered: bool,
+    tokenizer: Path | None,
+) -> None:
+    """Say where, how often and how much two captures of the same rollouts disagree.
+
+    A and B are .r3 files with rollouts of the same ids and tokens: engine and trainer, two
+    engines, two precisions. The log-ratio is log p(B) - log p(A). Exit code 1 if the verdict is
+    bad, for scripts.
+    """
+    from rich.console import Console
+
+    from r3.cli.compare import compare_files, render, token_texts
+    from r3.page import render_page
+
+    texts = token_texts(tokenizer) if tokenizer else None
+    with _reading() as show:
+        document = compare_files(a, b, replay, ordered=ordered, texts=texts, on_progress=show)
+    if out:
+        write_text(out, render_page(document))
+    if as_json:
+        click.echo(json.dumps(document))
+    else:
+        render(document, Console())
+    sys.stdout.flush()
+    sys.exit(1 if document["verdict"]["level"] == "bad" else 0)
+
+
+@app.command()
+@click.argument("run", type=_PATH)
+@click.option(
+    "-o", "--out", type=_PATH, default=Path("report.html"), show_default=True, help="HTML file"
+)
+@click.option("--json", "as_json", is_flag=True, help="print all figures as JSON, too")
+@_TOKENIZER
+def report(run: Path, out: Path, as_json: bool, tokenizer: Path | None) -> None:
+    """Write the page of a RUN: a folder, or a file of the step monitor.
+
+    The folder has routing.r3 (the engine's capture) with native.r3 (the trainer's own routing),
+    replay.r3 beside them (the trainer under replay) if there is one, and metrics.jsonl (the step
+    monitor's) if there is one; that alone will do. Exit code 1 if the verdict is bad.
+    """
+    from r3.cli.compare import token_texts
+    from r3.cli.run import read_run
+    from r3.page import render_page
+
+    texts = token_texts(tokenizer) if tokenizer else None
+    with _reading() as show:
+        document = read_run(run, texts=texts, on_progress=show)
+    write_text(out, render_page(document))
+    if as_json:
+        click.echo(json.dumps(document))
+    sys.stdout.flush()
+    sys.exit(1 if document["verdict"]["level"] == "bad" else 0)
+
+
+@app.command()
+@click.argument("file", type=_PATH)
+@click.argument("rollout", metavar="ID")
+@click.option("--against", type=_PATH, help="file with the same rollout: show where it differs")
+@click.option("--tokens", metavar="FROM:TO", help="positions to show (default: 64 that matter)")
+@click.option("--layers", metavar="N,N,...", help="decoder layers of which to show all experts")
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
+@_TOKENIZER
+def show(
+    file: Path,
+    rollout: str,
+    against: Path | None,
+    tokens: str | None,
+    layers: str | None,
+    as_json: bool,
+    tokenizer: Path | None,
+) -> None:
+    """Show one rollout of a .r3 FILE: its tokens, experts, and where another file differs.
+
+    ID is the rollout's, run/group/sample/turn/attempt, or the number of its record.
+    """
+    from rich.console import Console
+
+    from r3.cli.compare import token_texts
+    from r3.cli.show import render, show_rollout
+
+    document = show_rollout(
+        file,
+        rollout,
+        against=against,
+        tokens=_span(tokens),
+        layers=_numbers(layers),
+        texts=token_texts(tokenizer) if tokenizer else None,
+    )
+    if as_json:
+        click.echo(json.dumps(document))
+    else:
+        render(document, Console())
+    sys.stdout.flush()
+
+
+def _span(text: str | None) -> slice | None:
+    if text is None:
+        return None
+    parts = text.split(":")
+    if len(parts) != 2 or not all(p == "" or (p.isascii() and p.isdigit()) for p in parts):
+        raise click.UsageError(f"--tokens {text:.100}: expected FROM:TO, positions from 0")
+    return slice(*(int(p) if p else None for p in parts))
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(p.isascii() and p.isdigit() for p in parts):
+        raise click.UsageError(f"--layers {text:.100}: expected layer numbers from 0, as in 0,12")
+    return [int(p) for p in parts]
+
+
+@contextmanager
+def _reading() -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr while rollouts are read, where stderr is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("reading rollouts", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @app.command()

@@ -1,17 +1,17 @@
 """`r3 demo`: the whole chain on this machine, with the real engines.
 
     vLLM samples in bfloat16  ->  routing.r3  ->  Megatron-core recomputes in float32
-                                                  without replay, and with it
+                                                  without replay  ->  native.r3
+                                                  and with it     ->  replay.r3
 
 Checks the input, runs the two halves (r3.cli.demo_stages) in processes of their own, then prints
-a table and writes summary.json and report.html.
+a table and writes summary.json and report.html, the page of `r3 report`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from r3.cli.compare import token_texts
 from r3.cli.isolate import Report, run_isolated
+from r3.cli.run import read_run
+from r3.cli.text import write_text
 from r3.cli.tiny_model import VOCAB_SIZE as TINY_VOCAB
-from r3.errors import MissingDependencyError, R3Error, SpecError, UnsupportedError
+from r3.errors import MissingDependencyError, R3Error, SpecError, TraceError, UnsupportedError
 from r3.spec import RouterSpec
 
 _ROLLOUTS = 32
@@ -52,11 +55,12 @@ def run_demo(
             f"{model or 'the tiny model'} has none; give prompt_token_ids"
         )
     file, log = out / "routing.r3", out / "demo.log"
+    made = ("native.r3", "replay.r3", "metrics.jsonl", "summary.json", "report.html")
     try:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()) and not log.exists():
             raise R3Error(f"--out {out}: not empty and not the folder of an earlier demo")
-        for old in (log, file, out / "summary.json", out / "report.html"):
+        for old in (log, file, *(out / name for name in made)):
             old.unlink(missing_ok=True)
         log.touch()
     except OSError as e:
@@ -84,17 +88,50 @@ def run_demo(
             log,
             show,
         )
-        summary = run_isolated(_recompute, {"model": model, "file": file}, log, show)
+        run_isolated(_recompute, {"model": model, "file": file}, log, show)
+        show("comparing", 0, 1)
+        texts = token_texts(model) if (model / "tokenizer.json").exists() else None
+        document = read_run(out, texts=texts)
         show("done", 1, 1)
-    cells = summary["tokens"] * summary["moe_layers"]
-    summary["bytes_per_token_per_layer"] = file.stat().st_size / cells
-    summary |= {"model": model.name, "seed": seed}
-    _write(out / "summary.json", json.dumps(summary, indent=2) + "\n")
-    from r3.cli.report import render_report
+    summary = _summary(document) | {
+        "bytes_per_token_per_layer": file.stat().st_size
+        / (document["pairs"]["tokens"] * len(document["spec"]["moe_layers"])),
+        "model": model.name,
+        "seed": seed,
+    }
+    write_text(out / "summary.json", json.dumps(summary, indent=2) + "\n")
+    from r3.page import render_page
 
-    _write(out / "report.html", render_report(summary))
+    write_text(out / "report.html", render_page(document))
     Console().print(_table(summary))
-    console.print(f"wrote {file}, summary.json and report.html beside it")
+    console.print(f"wrote {file}, {', '.join(made[:-1])} and {made[-1]} beside it")
+
+
+def _summary(document: dict[str, Any]) -> dict[str, Any]:
+    """The figures of the page that a script wants, flat."""
+    routing, mismatch, spec = document["routing"], document["mismatch"], document["spec"]
+    if not routing["native"]["rows"]:
+        raise TraceError("no row was captured: nothing to replay or to compare")
+    summary: dict[str, Any] = {k: document["pairs"][k] for k in _PAIRS}
+    summary |= {
+        "missing_rows": routing["native"]["rows_left_out"],
+        "moe_layers": len(spec["moe_layers"]),
+        "num_experts": spec["num_experts"],
+        "top_k": spec["top_k"],
+    }
+    for side in ("native", "replay"):
+        found = routing[side]
+        summary |= {f"{k}_{side}": found[k] for k in _SHARES}
+        summary[f"cell_disagreement_per_layer_{side}"] = {
+            str(x["layer"]): x["cell_disagreement"] for x in found["layers"]
+        }
+        summary |= {f"{k}_{side}": mismatch[side]["metrics"][k] for k in _METRICS}
+    return summary | {"verdict": document["verdict"]["level"], "versions": document["environment"]}
+
+
+_PAIRS = ("rollouts", "tokens", "sampled_tokens")
+_SHARES = ("cell_disagreement", "expert_disagreement", "token_disagreement")
+_METRICS = ("kl_k3", "abs_logratio_p99", "abs_logratio_max")
 
 
 # The stages are imported in their own process only: this one stays light.
@@ -117,10 +154,10 @@ def _sample(report: Report, **kwargs: Any) -> None:
     sample(report, **kwargs)
 
 
-def _recompute(report: Report, **kwargs: Any) -> dict[str, Any]:
+def _recompute(report: Report, **kwargs: Any) -> None:
     from r3.cli.demo_stages import recompute
 
-    return recompute(report, **kwargs)
+    recompute(report, **kwargs)
 
 
 def _check_model(model: Path) -> int:
@@ -234,16 +271,6 @@ def _reporter(progress: Progress) -> Report:
         progress.update(tasks[what], completed=done, total=total)
 
     return show
-
-
-def _write(path: Path, text: str) -> None:
-    """Write the whole file or none of it."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _table(s: dict[str, Any]) -> Table:

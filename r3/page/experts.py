@@ -1,0 +1,125 @@
+"""How evenly both sides use their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from r3.page.charts import Series, bar_chart, line_chart
+from r3.page.numbers import known, number, share
+from r3.page.reach import at, items, records
+from r3.page.tables import Column, Figure, Table, figure, table
+
+_SIDES = (("load_a", "engine", "ink"), ("load_b", "trainer, native", "native"))
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load of each expert in one layer, for the chart that the script redraws for other layers.
+
+    index: of the layer in the document. paths: SVG path of each side in a box of experts x 100;
+    top: load over the mean that the box's upper edge stands for.
+    """
+
+    index: int
+    layers: list[Any]
+    experts: int
+    paths: dict[str, str]
+    top: float
+    summary: str
+
+
+def max_vio(data: Mapping[str, Any]) -> Figure | None:
+    """Imbalance by layer, engine and trainer."""
+    rows = records(data, "routing", "native", "layers")
+    names = [r.get("layer") for r in rows]
+    series = [
+        Series("engine", "ink", [r.get("max_vio_a") for r in rows], names),
+        Series("trainer, native", "native", [r.get("max_vio_b") for r in rows], names),
+    ]
+    if len(rows) < 13:
+        svg = bar_chart("maxvio", [str(n) for n in names], series, x="layer", y="MaxVio")
+    else:
+        svg = line_chart("maxvio", series, x="layer", y="MaxVio", integer_x=True, markers=True)
+    a, b = (number(at(data, "routing", "native", f"max_vio_{s}")) for s in "ab")
+    said = f"Mean over layers: engine {a}, trainer {b}."
+    return figure(
+        svg, f"MaxVio by layer. {said}", said + " 0 is perfect balance.", layer_table(data)
+    )
+
+
+def layer_table(data: Mapping[str, Any]) -> Table | None:
+    """MaxVio, the busiest experts, idle ones, and how far apart the loads are, by layer."""
+    out = []
+    for k, row in enumerate(records(data, "routing", "native", "layers")):
+        a, b = _load(data, "load_a", k), _load(data, "load_b", k)
+        out.append(
+            {
+                "layer": row.get("layer"),
+                "max_vio_a": row.get("max_vio_a"),
+                "max_vio_b": row.get("max_vio_b"),
+                "busiest_a": _busiest(a),
+                "busiest_b": _busiest(b),
+                "idle_a": a.count(0.0) if a else None,
+                "idle_b": b.count(0.0) if b else None,
+                "apart": _apart(a, b),
+            }
+        )
+    return table(
+        "Expert load by layer",
+        [
+            Column("layer", "layer"),
+            Column("MaxVio, engine", "max_vio_a", number),
+            Column("MaxVio, trainer", "max_vio_b", number),
+            Column("busiest expert, engine", "busiest_a", number),
+            Column("busiest expert, trainer", "busiest_b", number),
+            Column("idle experts, engine", "idle_a", number),
+            Column("idle experts, trainer", "idle_b", number),
+            Column("load that moved", "apart", share),
+        ],
+        out,
+        sortable=True,
+    )
+
+
+def load(data: Mapping[str, Any]) -> Load | None:
+    """The layer whose loads differ most, drawn."""
+    layers = [r.get("layer") for r in records(data, "routing", "native", "layers")]
+    both = [(_load(data, "load_a", k), _load(data, "load_b", k)) for k in range(len(layers))]
+    usable = [k for k, (a, b) in enumerate(both) if sum(a) and sum(b) and len(a) == len(b)]
+    if not usable:
+        return None
+    k = max(usable, key=lambda i: _apart(*both[i]) or 0.0)
+    top = max(max(x) * len(x) / sum(x) for x in both[k])
+    paths = {
+        key: _path([v * len(x) / sum(x) for v in x], top)
+        for (key, _, _), x in zip(_SIDES, both[k], strict=True)
+    }
+    said = (
+        f"Layer {layers[k]}: busiest expert {_busiest(both[k][0])} (engine) and "
+        f"{_busiest(both[k][1])} (trainer), up to {number(top)} times the mean; "
+        f"{share(_apart(*both[k]))} of the load moved."
+    )
+    return Load(k, layers, len(both[k][0]), paths, top, said)
+
+
+def _load(data: Mapping[str, Any], key: str, k: int) -> list[float]:
+    return [known(v) or 0.0 for v in items(data, "routing", "native", key, k)]
+
+
+def _busiest(load: list[float]) -> int | None:
+    return max(range(len(load)), key=load.__getitem__) if any(load) else None
+
+
+def _apart(a: list[float], b: list[float]) -> float | None:
+    """Total variation distance of the two loads: the share that would have to move."""
+    if not sum(a) or not sum(b) or len(a) != len(b):
+        return None
+    x, y = sum(a), sum(b)
+    return sum(abs(u / x - v / y) for u, v in zip(a, b, strict=True)) / 2
+
+
+def _path(load: list[float], top: float) -> str:
+    """A step line over experts; the script draws the same for other layers."""
+    return "M0 100" + "".join(f"V{100 - 96 * v / top:.1f}h1" for v in load) + "V100"

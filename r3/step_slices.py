@@ -1,0 +1,49 @@
+"""The labels of one training step's batch: length and weight lag, and the trainer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from r3.batch import RoutingBatch
+from r3.errors import TraceError
+from r3.slices import Labels, lag_labels, length_labels
+
+_OWN = ("length", "weight_lag")  # dimensions that need no labels
+
+
+def as_host(values: Any) -> np.ndarray:
+    """numpy, torch (any device, with a gradient or without) or a sequence as numpy"""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        # numpy has no bfloat16
+        values = values.double() if values.is_floating_point() else values
+    return np.asarray(values)
+
+
+def step_labels(
+    batch: RoutingBatch, lag: np.ndarray | None, known_lag: np.ndarray, labels: Mapping[str, Any]
+) -> Iterator[Labels]:
+    """lag: int64 [T], or None; known where bool [T] `known_lag`. labels: by dimension, text or
+    integers, one for each token [T] or each sequence [B]. Raises TraceError for others."""
+    yield length_labels(batch.cu_seqlens)
+    if lag is not None:
+        yield lag_labels(lag, known_lag, batch.cu_seqlens)
+    for name, given in labels.items():
+        if name in _OWN:
+            raise TraceError(f"labels: {name!r} comes by itself, expected another dimension")
+        values = as_host(given)
+        if values.shape not in ((batch.num_tokens,), (len(batch),)) or values.dtype.kind not in (
+            "iubUO"
+        ):
+            raise TraceError(
+                f"labels: {name!r} is {values.dtype} of shape {list(values.shape)}, expected text "
+                f"or integers of shape [{batch.num_tokens}] (tokens) or [{len(batch)}] (sequences)"
+            )
+        texts, codes = np.unique(values.astype(str), return_inverse=True)
+        codes = codes.astype(np.int64)
+        if len(codes) != batch.num_tokens:
+            codes = np.repeat(codes, np.diff(batch.cu_seqlens))
+        yield Labels(name, codes, codes, texts.tolist())

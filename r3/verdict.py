@@ -1,0 +1,244 @@
+"""What a comparison means: is routing the problem, does replay work, how bad are the tails.
+
+Rules over the figures of a comparison document (r3.comparison), each with what to look at next.
+They judge one capture. Trends over training steps are alerts, see r3.alerts, whose limits are used
+here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from r3.alerts import AlertLimits
+
+LEVELS = ("good", "notice", "bad")
+# Replay that removes less of the KL than this shows that most of it has another cause.
+_MAIN_CAUSE = 0.5
+# Where nearly all tokens have a differing layer, their share of the KL says nothing.
+_NEARLY_ALL = 0.8
+
+
+@dataclass(frozen=True)
+class Finding:
+    """level: one of LEVELS. title: what is so. text: the figures. look_at: what to do next."""
+
+    level: str
+    title: str
+    text: str
+    look_at: str = ""
+
+
+def judge(document: Mapping[str, Any], limits: AlertLimits | None = None) -> dict[str, Any]:
+    """The block "verdict": the worst level, and findings, the worst first."""
+    rules = (_misplaced, _replay, _cause, _tails, _weights, _odd, _lost, _last_step)
+    limits = limits or AlertLimits()
+    findings = [f for rule in rules for f in rule(document, limits)]
+    findings.sort(key=lambda f: -LEVELS.index(f.level))
+    level = findings[0].level if findings else "notice"
+    return {"level": level, "findings": [asdict(f) for f in findings]}
+
+
+def _misplaced(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
+    alignment = d.get("alignment")
+    if alignment and alignment["fault"]:
+        yield Finding(
+            "bad",
+            "The recorded rows do not stand where they belong",
+            alignment["text"],
+            "what was compared with what: offsets of tokens or layers, the rollout ids, the "
+            "weights; no other figure here means anything before this is mended",
+        )
+
+
+def _replay(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
+    found = d["routing"]["replay"]
+    if not found or not found["rows"]:
+        return
+    cells = found["rows"] * len(found["layers"])
+    if found["cell_disagreement"] == 0:
+        yield Finding(
+            "good",
+            "Replay works",
+            f"all {cells:,} cells used the experts that the engine had used",
+        )
+        return
+    layers = [x["layer"] for x in found["layers"] if x["cell_disagreement"]]
+    yield Finding(
+        "bad",
+        "Replay did not take effect everywhere",
+        f"{_percent(found['cell_disagreement'])} of the cells used other experts than the engine, "
+        f"in layers {_some(layers)}",
+        "MegatronReplay.report(): rows_missing, rows_stale, rows_not_enclosed; which layers",
+    )
+
+
+def _cause(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
+    found, shares = d["routing"]["native"], d.get("attribution")
+    if not found or not found["rows"]:
+        return
+    differs = found["cell_disagreement"]
+    if differs == 0:
+        yield Finding(
+            "good",
+            "Routing is not the problem",
+            "both sides chose the same experts in all cells",
+            "what remains is arithmetic: dtypes, kernels, the LM head, sampled against reported "
+            "log-probabilities",
+        )
+        return
+    routed = (
+        f"{_percent(differs)} of the cells and {_percent(found['token_disagreement'])} of the "
+        "tokens are routed differently"
+    )
+    removed = shares and shares["kl_removed_by_replay"]
+    if _known(removed):
+        if removed >= _MAIN_CAUSE:
+            title, level = "Routing is the main part of the mismatch, and replay removes it", "good"
+            more = ""
+        else:
+            title, level = "Routing is not the main part of the mismatch", "notice"
+            more = "dtypes, kernels, the LM head, sampled against reported log-probabilities"
+        text = f"{routed}; replay removes {_percent(removed)} of the KL"
+        yield Finding(level, title, text, more)
+        return
+    if not shares or not _known(shares["kl_share_differing"]):
+        yield Finding(
+            "notice",
+            "Engine and trainer route differently",
+            routed,
+            "whether it matters only log-probabilities of both sides can tell",
+        )
+        return
+    held, of = shares["kl_share_differing"], shares["token_share_differing"]
+    text = (
+        f"{routed}; the passes that differ produced {_percent(of)} of the sampled tokens and hold "
+        f"{_percent(held)} of the KL"
+    )
+    if of > _NEARLY_ALL:
+        title = "Whether routing is the problem only replay can tell"
+    elif held >= _MAIN_CAUSE:
+        title = "Routing is likely the problem"
+    else:
+        title = "Most of the mismatch sits in tokens that are routed alike"
+    yield Finding("notice", title, text, "the same with replay: `r3 compare A B --replay C`")
+
+
+def _tails(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
+    side, m = _trained_with(d)
+    if not m or not m["tokens"]:
+        return
+    extreme, most = m["extreme_2"], m["abs_logratio_max"]
+    level = "good"
+    if extreme > limits.extreme_tokens_bad:
+        level = "bad"
+    elif extreme > limits.extreme_tokens or most > limits.abs_logratio:
+        level = "notice"
+    titles = {
+        "good": "The tails are short",
+        "notice": "Some tokens are far off",
+        "bad": "So many extreme tokens have come before a collapse",
+    }
+    yield Finding(
+        level,
+        titles[level],
+        f"{side}: the ratio of {_percent(extreme)} of {m['tokens']:,} sampled tokens is beyond 2, "
+        f"KL k3 {m['kl_k3']:.2e}, largest |log-ratio| {most:.3g}",
+        "" if level == "good" else "worst tokens and rollouts, slices by length, turn and lag",
+    )
+
+
+def _weights(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
+    side, m = _trained_with(d)
+    if not m or not m["tokens"]:
+        return
+    low = {k: m[k] for k in ("ess", "ess_sequence") if _known(m[k]) and m[k] < limits.ess}
+    # one sequence says nothing of how weights are spread over sequences
+    if m["sequences"] < 2:
+        low.pop("ess_sequence", None)
+    if low:
+        names = {"ess": "tokens", "ess_sequence": "sequences"}
+        shown = ", ".join(f"{x:.2f} over {names[k]}" for k, x in low.items())
+        yield Finding(
+            "notice",
+            "Few tokens or sequences carry most of the weight",
+            f"{side}: normalized effective sample size {shown}",
+            "resynchronize the engine's weights rather than correct harder; length of rollouts, "
+            "as sequence weights are products over tokens",
+        )
+
+
+def _odd(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
+    for side in ("native", "replay"):
+        block = d["mismatch"][side]
+        lost = {k: n for k, n in (block or {}).get("left_out", {}).items() if n}
+        if lost:
+            kinds = ", ".join(f"{n:,} {k.replace('_', ' ')}" for k, n in lost.items())
+            yield Finding(
+                "notice",
+                "Log-probabilities that cannot be",
+                f"{side}: left out {kinds}",
+                f"the first: {'; '.join(block['examples'][:2])}",
+            )
+    modes = [
+        x for x, _ in ((d["files"].get("a") or {}).get("provenance") or {}).get("logprobs_mode", [])
+    ]
+    if any(str(mode).startswith("raw") for mode in modes):
+        yield Finding(
+            "notice",
+            "The engine reported other log-probabilities than it sampled from",
+            f"logprobs_mode is {modes[0]}",
+            'vLLM\'s logprobs_mode="processed_logprobs"',
+        )
+
+
+def _lost(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
+    found = d["routing"]["native"]
+    if found:
+        lost = found["rows_left_out"]
+        share = lost / max(lost + found["rows"], 1)
+        if share > limits.rows_without_route:
+            yield Finding(
+                "bad" if not found["rows"] else "notice",
+                "Rows without a route",
+                f"{lost:,} rows ({_percent(share)}) have no route on one side and count nowhere",
+                "`r3 inspect` on both files; prefix caching, KV from elsewhere, preemption",
+            )
+    pairs = d.get("pairs") or {}
+    if pairs.get("only_a") or pairs.get("only_b"):
+        yield Finding(
+            "notice",
+            "Rollouts without a counterpart",
+            f"{pairs['only_a']:,} only in the first file, {pairs['only_b']:,} not in it; "
+            f"{pairs['rollouts']:,} compared",
+        )
+
+
+def _last_step(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
+    for step in (d.get("steps") or [])[-1:]:
+        for alert in step.get("alerts") or ():
+            name = alert["name"].replace("_", " ")
+            title = f"Step {step['step']}: {name}"
+            yield Finding(alert["level"], title, alert["message"], alert["look_at"])
+
+
+def _trained_with(d: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
+    """The metrics of what training sees: under replay where there is replay"""
+    side = "replay" if d["mismatch"]["replay"] else "native"
+    block = d["mismatch"][side]
+    names = {"native": "without replay", "replay": "with replay"}
+    return names[side], block["metrics"] if block else None
+
+
+def _known(value: Any) -> bool:
+    return value is not None and value == value
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _some(items: list[Any]) -> str:
+    shown = ", ".join(map(str, items[:8]))
+    return f"{shown}, ..." if len(items) > 8 else shown
