@@ -23,17 +23,13 @@ import numpy as np
 from r3.batch import check_cu_seqlens
 from r3.checks import check_distinct, check_shape_and_range
 from r3.differences import Differences
+from r3.disagreement_parts import MARGIN_EDGES, Positions, Swaps, by_margin, sequence_means
 from r3.errors import TraceError
+from r3.load import expert_load, max_violation
 from r3.quantiles import Quantiles
 from r3.spec import RouterSpec
 
-# Position bins: narrow ones until so many are needed, then twice as wide.
-_BINS, _NARROWEST = 128, 16
-# Margins are binned by powers of two: [0, 2**-20), [2**-20, 2**-19), ..., [2**5, inf).
-_LOWEST, _HIGHEST = -20, 5
-MARGIN_EDGES = (0.0, *(2.0**i for i in range(_LOWEST, _HIGHEST + 1)), float("inf"))
 _MOST_SWAPS = 50  # shown
-_CHUNK = 1 << 14  # rows of which expert load is counted together
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +41,9 @@ class RoutingDisagreement:
     cells, experts: int64 [L], differing cells and experts. layers_per_token: int64 [L + 1], tokens
     with 0, 1, 2, ... differing layers. top1: int64 [L], cells whose first expert differs; None
     where the order of experts is not known. load_a, load_b: int64 [L, E], how often each expert was
-    chosen. swaps: int64 [n, 4], cells that differ in just one expert, as (ordinal of the layer,
-    expert of a, expert of b, cells), ascending.
-    width, rows_at, cells_at: rows compared and cells that differ, int64 [bins] and [bins, L], by
-    position in the sequence, in bins of `width` tokens. margins: int64 [2, bins], all cells and
-    differing cells by margin between MARGIN_EDGES; None where it is not known.
+    chosen. swaps: cells that differ in just one expert. positions: rows and differing cells by
+    position in the sequence. margins: int64 [2, bins], all cells and differing cells by margin
+    between MARGIN_EDGES; None where it is not known.
     sequences: the mean number of differing layers of each sequence; sequences_sum: their sum.
     """
 
@@ -62,10 +56,8 @@ class RoutingDisagreement:
     top1: np.ndarray | None
     load_a: np.ndarray
     load_b: np.ndarray
-    swaps: np.ndarray
-    width: int
-    rows_at: np.ndarray
-    cells_at: np.ndarray
+    swaps: Swaps
+    positions: Positions
     margins: np.ndarray | None
     sequences: Quantiles
     sequences_sum: float
@@ -121,7 +113,7 @@ class RoutingDisagreement:
         spec, valid = found.spec, found.valid
         layers, experts = len(spec.moe_layers), spec.num_experts
         per_row = found.layers_per_row
-        load_a = _load(a, valid, spec)
+        load_a = expert_load(a, valid, spec)
         owner = found.layer[found.lost_cell] * experts
         size = layers * experts
         change = np.bincount(owner + found.gained, minlength=size)
@@ -132,8 +124,7 @@ class RoutingDisagreement:
             cu_seqlens = np.array([0, len(valid)])
         else:
             missed[cu_seqlens[1:] - 1] = False
-        width, rows_at, cells_at = _by_position(found, compared, cu_seqlens)
-        means = _sequence_means(per_row, valid, cu_seqlens)
+        means = sequence_means(per_row, valid, cu_seqlens)
         return cls(
             spec=spec,
             tokens=len(compared),
@@ -144,11 +135,9 @@ class RoutingDisagreement:
             top1=(a[valid, :, 0] != b[valid, :, 0]).sum(axis=0) if ordered else None,
             load_a=load_a,
             load_b=load_a + change.reshape(layers, experts),
-            swaps=_swaps(found),
-            width=width,
-            rows_at=rows_at,
-            cells_at=cells_at,
-            margins=None if margins is None else _by_margin(found, margins),
+            swaps=Swaps.of(found),
+            positions=Positions.of(found, compared, cu_seqlens),
+            margins=None if margins is None else by_margin(found, margins),
             sequences=Quantiles.of(means),
             sequences_sum=float(means.sum()),
         )
@@ -163,14 +152,10 @@ class RoutingDisagreement:
         if other.spec != self.spec:
             raise TraceError(f"cannot add counts of {other.spec} to counts of {self.spec}")
         pair = (self, other)
-        width = max(self.width, other.width)
-        (rows, cells), (more_rows, more_cells) = (x._at_width(width) for x in pair)
-        bins = max(len(rows), len(more_rows))
         # top1 is of all cells or not known; margins are of the cells where they are
         unknown = any(x.top1 is None and x.tokens for x in pair)
         top1 = None if unknown else _sum(x.top1 for x in pair)
         margins = _sum(x.margins for x in pair)
-        swaps = np.concatenate([self.swaps, other.swaps])
         return RoutingDisagreement(
             self.spec,
             self.tokens + other.tokens,
@@ -181,21 +166,12 @@ class RoutingDisagreement:
             top1,
             self.load_a + other.load_a,
             self.load_b + other.load_b,
-            _merge_swaps(swaps[:, :3], swaps[:, 3]),
-            width,
-            _longer(rows, bins) + _longer(more_rows, bins),
-            _longer(cells, bins) + _longer(more_cells, bins),
+            self.swaps + other.swaps,
+            self.positions + other.positions,
             margins,
             self.sequences + other.sequences,
             self.sequences_sum + other.sequences_sum,
         )
-
-    def _at_width(self, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """rows_at and cells_at in bins `width` tokens wide, a multiple of what they are"""
-        starts = np.arange(0, len(self.rows_at), width // self.width)
-        if not len(starts):
-            return self.rows_at, self.cells_at
-        return np.add.reduceat(self.rows_at, starts), np.add.reduceat(self.cells_at, starts)
 
     @property
     def cell_disagreement(self) -> float:
@@ -234,7 +210,6 @@ class RoutingDisagreement:
         """Shares and counts as plain values, NaN for shares of nothing; see docs/metrics.md."""
         k, cells = self.spec.top_k, self.tokens * len(self.cells)
         vio_a, vio_b = max_violation(self.load_a), max_violation(self.load_b)
-        most = np.argsort(-self.swaps[:, 3], kind="stable")[:_MOST_SWAPS]
         return {
             "rows": self.tokens,
             "rows_left_out": self.left_out,
@@ -261,11 +236,11 @@ class RoutingDisagreement:
                 for i, layer in enumerate(self.spec.moe_layers)
             ],
             "positions": {
-                "width": self.width,
-                "rows": self.rows_at.tolist(),
+                "width": self.positions.width,
+                "rows": self.positions.rows.tolist(),
                 "cell_disagreement": [
                     [_share(x, rows) for x in row]
-                    for rows, row in zip(self.rows_at, self.cells_at, strict=True)
+                    for rows, row in zip(self.positions.rows, self.positions.cells, strict=True)
                 ],
             },
             "margins": None
@@ -279,97 +254,15 @@ class RoutingDisagreement:
             "load_b": self.load_b.tolist(),
             "swaps": [
                 {"layer": self.spec.moe_layers[i], "from": x, "to": y, "cells": n}
-                for i, x, y, n in self.swaps[most].tolist()
+                for i, x, y, n in self.swaps.most_frequent(_MOST_SWAPS)
             ],
-            "swapped_cells": int(self.swaps[:, 3].sum()),
+            "swapped_cells": self.swaps.total,
         }
-
-
-def max_violation(load: np.ndarray) -> np.ndarray:
-    """float64 [L]: largest / mean load - 1 of each layer of counts [L, E]; NaN without any.
-
-    MaxVio of Wang et al. 2024, arXiv 2408.15664.
-    """
-    with np.errstate(invalid="ignore"):
-        return load.max(axis=1) / load.mean(axis=1) - 1
-
-
-def _load(ids: np.ndarray, valid: np.ndarray, spec: RouterSpec) -> np.ndarray:
-    """int64 [L, E]: how many of the valid rows of ids [rows, L, top_k] chose each expert."""
-    load = np.zeros((len(spec.moe_layers), spec.num_experts), np.int64)
-    for start in range(0, len(ids), _CHUNK):
-        rows = slice(start, start + _CHUNK)
-        part = ids[rows] if valid[rows].all() else ids[rows][valid[rows]]
-        for i, counts in enumerate(load):
-            counts += np.bincount(part[:, i].ravel(), minlength=len(counts))
-    return load
-
-
-def _by_position(
-    found: Differences, compared: np.ndarray, cu_seqlens: np.ndarray
-) -> tuple[int, np.ndarray, np.ndarray]:
-    """The width of bins, rows compared [bins] and differing cells [bins, L]."""
-    layers = len(found.spec.moe_layers)
-    if not len(compared):
-        return _NARROWEST, np.zeros(0, np.int64), np.zeros((0, layers), np.int64)
-    starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
-    position = np.arange(len(found.valid)) - starts
-    longest = int(position[compared].max()) + 1
-    width = _NARROWEST
-    while longest > _BINS * width:
-        width *= 2
-    bins = -(-longest // width)
-    rows = np.bincount(position[compared] // width, minlength=bins)
-    cells = np.bincount(
-        position[found.row] // width * layers + found.layer, minlength=bins * layers
-    )
-    return width, rows, cells.reshape(bins, layers)
-
-
-def _by_margin(found: Differences, margins: np.ndarray) -> np.ndarray:
-    """int64 [2, bins]: all cells, and those that differ, between MARGIN_EDGES; NaN left out."""
-    counts = []
-    for values in (margins[found.valid], margins[found.row, found.layer]):
-        values = values[~np.isnan(values)]
-        power = np.frexp(values)[1] - 1  # 2**power <= value < 2**(power + 1)
-        place = np.where(values == 0, 0, np.clip(power - _LOWEST + 1, 0, _HIGHEST - _LOWEST + 1))
-        place[np.isinf(values)] = _HIGHEST - _LOWEST + 1
-        counts.append(np.bincount(place, minlength=len(MARGIN_EDGES) - 1))
-    return np.stack(counts)
-
-
-def _sequence_means(per_row: np.ndarray, valid: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
-    """float64: mean of per_row over the valid rows of each sequence that has any."""
-    sums, rows = (
-        np.diff(np.concatenate([[0], np.cumsum(x)])[cu_seqlens]) for x in (per_row, valid)
-    )
-    return sums[rows > 0] / rows[rows > 0]
-
-
-def _swaps(found: Differences) -> np.ndarray:
-    alone = found.missing[found.lost_cell] == 1
-    cells = found.lost_cell[alone]
-    pairs = np.stack([found.layer[cells], found.lost[alone], found.gained[alone]], axis=1)
-    return _merge_swaps(pairs, np.ones(len(pairs), np.int64))
-
-
-def _merge_swaps(pairs: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """int64 [n, 4], ascending: distinct rows of pairs [m, 3] and the sum of their counts [m]."""
-    # one number for each, as layers and experts are less than 2**21
-    keys = pairs[:, 0] << 42 | pairs[:, 1] << 21 | pairs[:, 2]
-    keys, first, place = np.unique(keys, return_index=True, return_inverse=True)
-    totals = np.zeros(len(keys), np.int64)
-    np.add.at(totals, place, counts)
-    return np.column_stack([pairs[first], totals])
 
 
 def _sum(counts: Iterable[np.ndarray | None]) -> np.ndarray | None:
     known = [x for x in counts if x is not None]
     return sum(known[1:], known[0]) if known else None
-
-
-def _longer(counts: np.ndarray, bins: int) -> np.ndarray:
-    return np.concatenate([counts, np.zeros((bins - len(counts), *counts.shape[1:]), np.int64)])
 
 
 def _share(part: float, whole: float) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from r3.disagreement import max_violation
+from r3.load import max_violation
 from r3.slices import OTHER, SliceCounts, label_order
 from r3.step_state import REPLAY_COUNTS, StepState
 

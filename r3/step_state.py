@@ -18,6 +18,7 @@ from r3.batch import RoutingBatch
 from r3.differences import Differences
 from r3.disagreement import RoutingDisagreement
 from r3.errors import TraceError
+from r3.load import expert_load
 from r3.mismatch import LogprobMismatch
 from r3.slices import Sides, SliceCounts, Slices, cut, merge_slices
 from r3.step_slices import as_host, step_labels
@@ -272,15 +273,9 @@ def _compare(
 
 
 def _load_only(batch: RoutingBatch) -> LayerCounts:
-    spec, ids = batch.spec, batch.routed_experts
-    if not batch.valid.all():
-        ids = ids[batch.valid]
-    load = [
-        np.bincount(ids[:, i].ravel(), minlength=spec.num_experts)
-        for i in range(len(spec.moe_layers))
-    ]
+    load = expert_load(batch.routed_experts, batch.valid, batch.spec)
     none = np.zeros(len(load), np.int64)
-    return LayerCounts(spec.top_k, 0, 0, none, none, np.array(load), np.zeros_like(load))
+    return LayerCounts(batch.spec.top_k, 0, 0, none, none, load, np.zeros_like(load))
 
 
 def _per_token(values: Any, name: str, tokens: int) -> np.ndarray:

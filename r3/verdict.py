@@ -31,7 +31,8 @@ class Finding:
 
 
 def judge(document: Mapping[str, Any], limits: AlertLimits | None = None) -> dict[str, Any]:
-    """The block "verdict": the worst level, and findings, the worst first."""
+    """The block "verdict" of a document in which None is what is not known: the worst level, and
+    findings, the worst first."""
     rules = (_misplaced, _replay, _cause, _tails, _weights, _odd, _lost, _last_step)
     limits = limits or AlertLimits()
     findings = [f for rule in rules for f in rule(document, limits)]
@@ -92,8 +93,8 @@ def _cause(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
         f"{_percent(differs)} of the cells and {_percent(found['token_disagreement'])} of the "
         "tokens are routed differently"
     )
-    removed = shares and shares["kl_removed_by_replay"]
-    if _known(removed):
+    removed = shares["kl_removed_by_replay"] if shares else None
+    if removed is not None:
         if removed >= _MAIN_CAUSE:
             title, level = "Routing is the main part of the mismatch, and replay removes it", "good"
             more = ""
@@ -103,7 +104,7 @@ def _cause(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
         text = f"{routed}; replay removes {_percent(removed)} of the KL"
         yield Finding(level, title, text, more)
         return
-    if not shares or not _known(shares["kl_share_differing"]):
+    if not shares or shares["kl_share_differing"] is None:
         yield Finding(
             "notice",
             "Engine and trainer route differently",
@@ -130,6 +131,7 @@ def _tails(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
     if not m or not m["tokens"]:
         return
     extreme, most = m["extreme_2"], m["abs_logratio_max"]
+    kl = "beyond float64" if m["kl_k3"] is None else f"{m['kl_k3']:.2e}"
     level = "good"
     if extreme > limits.extreme_tokens_bad:
         level = "bad"
@@ -144,7 +146,7 @@ def _tails(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
         level,
         titles[level],
         f"{side}: the ratio of {_percent(extreme)} of {m['tokens']:,} sampled tokens is beyond 2, "
-        f"KL k3 {m['kl_k3']:.2e}, largest |log-ratio| {most:.3g}",
+        f"KL k3 {kl}, largest |log-ratio| {most:.3g}",
         "" if level == "good" else "worst tokens and rollouts, slices by length, turn and lag",
     )
 
@@ -153,7 +155,7 @@ def _weights(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
     side, m = _trained_with(d)
     if not m or not m["tokens"]:
         return
-    low = {k: m[k] for k in ("ess", "ess_sequence") if _known(m[k]) and m[k] < limits.ess}
+    low = {k: m[k] for k in ("ess", "ess_sequence") if m[k] is not None and m[k] < limits.ess}
     # one sequence says nothing of how weights are spread over sequences
     if m["sequences"] < 2:
         low.pop("ess_sequence", None)
@@ -229,10 +231,6 @@ def _trained_with(d: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
     block = d["mismatch"][side]
     names = {"native": "without replay", "replay": "with replay"}
     return names[side], block["metrics"] if block else None
-
-
-def _known(value: Any) -> bool:
-    return value is not None and value == value
 
 
 def _percent(share: float) -> str:

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,14 @@ def _compare(
     unmatched: list[RolloutId] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SuspiciousRoutingWarning)  # `r3 inspect` tells of them
-        for i in range(len(a)):
+        for i, found in enumerate(_read_ahead(shards)):
             on_progress(i, len(a))
-            name = a.header(i).rollout_id
-            if not all(name in shard for shard in shards):  # refuses one that is there twice
-                unmatched.append(name)
+            if isinstance(found, RolloutId):
+                unmatched.append(found)
                 continue
-            traces = [a[i], *(other.get(name) for other in shards[1:])]
-            for counts, trace in zip(files, traces, strict=True):
+            for counts, trace in zip(files, found, strict=True):
                 counts.add(trace)
-            comparison.add(*traces)
+            comparison.add(*found)
         on_progress(len(a), len(a))
         if not comparison.rollouts:
             raise TraceError(
@@ -110,8 +109,29 @@ def _compare(
         "environment": installed_versions(),
         "created": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
     }
-    document["verdict"] = judge(document)
-    return plain(document)
+    document = plain(document)
+    return document | {"verdict": judge(document)}
+
+
+def _read_ahead(shards: list[ShardReader]) -> Iterator[list[RoutingTrace] | RolloutId]:
+    """For each rollout of the first file its trace in all of them; or its id, where one lacks it.
+
+    The next one is read on another core while this one is counted.
+    """
+
+    def read(i: int) -> list[RoutingTrace] | RolloutId:
+        name = shards[0].header(i).rollout_id
+        if not all(name in shard for shard in shards):  # refuses one that is there twice
+            return name
+        return [shards[0][i], *(other.get(name) for other in shards[1:])]
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        coming = pool.submit(read, 0)
+        for i in range(1, len(shards[0]) + 1):
+            found = coming.result()
+            if i < len(shards[0]):
+                coming = pool.submit(read, i)
+            yield found
 
 
 class _FileCounts:

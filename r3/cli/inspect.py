@@ -20,11 +20,10 @@ from rich.table import Table
 from r3.cli.text import printable
 from r3.errors import SuspiciousRoutingWarning
 from r3.identity import Provenance
+from r3.load import expert_load, max_violation
 from r3.spec import RouterSpec
 from r3.storage import ShardReader
-from r3.trace import RoutingTrace
 
-_CHUNK = 4096  # rows counted at a time
 _VALUES_KEPT = 10  # of one provenance field: seeds may differ in every trace
 
 
@@ -72,7 +71,7 @@ def summarize(path: str | os.PathLike[str]) -> dict[str, Any]:
             for finding in trace.suspicions:
                 suspicious[finding.kind] += 1
                 first.setdefault(finding.kind, f"rollout {trace.rollout_id}: {finding}")
-            _add_load(load, trace)
+            load += expert_load(trace.routed_experts, trace.valid, spec)
         traces, file_bytes = len(shard), shard.file_size
     layers = len(spec.moe_layers)
     cells, experts = counts["rows"] * layers, columns.get("routed_experts", {"bytes": 0})
@@ -204,23 +203,13 @@ def _count_provenance(counts: dict[str, Counter[str]], provenance: Provenance) -
         counts[name][json.dumps(value, sort_keys=True)] += 1
 
 
-def _add_load(load: np.ndarray, trace: RoutingTrace) -> None:
-    """Add the choices of the valid rows of a trace to `load` [MoE layers, num_experts]."""
-    ids, valid = trace.routed_experts, trace.valid
-    base = np.arange(len(load))[:, None] * load.shape[1]  # bincount of all layers at once
-    for i in range(0, len(ids), _CHUNK):
-        part = ids[i : i + _CHUNK][valid[i : i + _CHUNK]]
-        load += np.bincount((part + base).ravel(), minlength=load.size).reshape(load.shape)
-
-
 def _load_by_layer(load: np.ndarray, spec: RouterSpec) -> list[dict[str, Any]]:
     layers = []
-    for number, counts in zip(spec.moe_layers, load, strict=True):
-        ratio = _share(int(counts.max()) * spec.num_experts, int(counts.sum()))
+    for number, counts, vio in zip(spec.moe_layers, load, max_violation(load), strict=True):
         layers.append(
             {
                 "layer": number,
-                "max_vio": None if ratio is None else ratio - 1,
+                "max_vio": None if np.isnan(vio) else float(vio),
                 "unused": int((counts == 0).sum()),
                 "load": counts.tolist(),
             }

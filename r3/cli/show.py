@@ -68,7 +68,7 @@ def show_rollout(
             "cell_disagreement": None if found is None else _cells(trace, found),
             "layers": [trace.spec.moe_layers[i] for i in chosen],
             "shown": [
-                _describe(trace, other, found, log_ratio, said and said[i], at, chosen)
+                _describe(trace, other, found, log_ratio, said[i] if said else None, at, chosen)
                 for i, at in enumerate(range(window.start, window.stop))
             ],
         }

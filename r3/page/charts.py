@@ -81,7 +81,7 @@ def line_chart(
             axes.plot(
                 xs,
                 ys,
-                label=one.label,
+                label=_plain(one.label),
                 color=_VARIABLES[one.color],
                 ls=style["ls"],
                 marker=style["marker"] if lonely else "",
@@ -140,7 +140,7 @@ def bar_chart(
                 left,
                 ys,
                 width=width * 0.86,
-                label=one.label,
+                label=_plain(one.label),
                 facecolor="none" if hollow else color,
                 edgecolor=color,
                 lw=1.1,
@@ -148,7 +148,7 @@ def bar_chart(
         _from_zero(axes, [v for _, ys in drawn for v in ys], "")
         _label(axes, x, y, "", percent, False)
         every = max(1, math.ceil(len(categories) / 12))
-        axes.set_xticks(range(0, len(categories), every), [str(c) for c in categories[::every]])
+        axes.set_xticks(range(0, len(categories), every), [_plain(c) for c in categories[::every]])
         axes.grid(visible=False, axis="x")
         if len(drawn) > 1:  # beside the title: bars leave no room of their own
             axes.legend(
@@ -201,7 +201,7 @@ def _label(axes: Any, x: str, y: str, log: str, percent: str, integer_x: bool) -
 
     axes.set_xlabel(x + (" (%)" if "x" in percent else ""))
     # over the axis, level: read without turning the head
-    axes.set_title(y + (" (%)" if "y" in percent else ""), loc="left", pad=14, fontsize=10)
+    axes.set_title(_plain(y) + (" (%)" if "y" in percent else ""), loc="left", pad=14, fontsize=10)
     for letter, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
         if letter in log:
             axis.set_major_locator(LogLocator(base=10, numticks=7))
@@ -211,6 +211,11 @@ def _label(axes: Any, x: str, y: str, log: str, percent: str, integer_x: bool) -
             axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}".replace("-", "−")))
     if integer_x and "x" not in log:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
+
+
+def _plain(text: str) -> str:
+    """Text that matplotlib's font can set: names of metrics and slices come from the document."""
+    return "".join(c if c.isprintable() and ord(c) < 0x3000 else "?" for c in text[:60])
 
 
 def _power(value: float, _: Any) -> str:
@@ -256,8 +261,11 @@ def _svg(name: str, paint: Callable[[Any], None], size: tuple[float, float]) -> 
     }
     text = io.StringIO()
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=size)
         paint(figure.subplots())
+        # fixed, as the fonts of the reader are not known here; and three times as fast as a layout
+        wide, high = size
+        figure.subplots_adjust(0.62 / wide, 0.5 / high, 1 - 0.12 / wide, 1 - 0.42 / high)
         FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None})
     return _for_page(text.getvalue(), name)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3.page.charts import Series, bar_chart, line_chart
-from r3.page.numbers import known, number, share
+from r3.page.numbers import known, number, share, word
 from r3.page.reach import at, items, records
 from r3.page.tables import Column, Figure, Table, figure, table
 
@@ -39,7 +39,7 @@ def max_vio(data: Mapping[str, Any]) -> Figure | None:
         Series("trainer, native", "native", [r.get("max_vio_b") for r in rows], names),
     ]
     if len(rows) < 13:
-        svg = bar_chart("maxvio", [str(n) for n in names], series, x="layer", y="MaxVio")
+        svg = bar_chart("maxvio", [word(n) for n in names], series, x="layer", y="MaxVio")
     else:
         svg = line_chart("maxvio", series, x="layer", y="MaxVio", integer_x=True, markers=True)
     a, b = (number(at(data, "routing", "native", f"max_vio_{s}")) for s in "ab")
@@ -97,7 +97,7 @@ def load(data: Mapping[str, Any]) -> Load | None:
         for (key, _, _), x in zip(_SIDES, both[k], strict=True)
     }
     said = (
-        f"Layer {layers[k]}: busiest expert {_busiest(both[k][0])} (engine) and "
+        f"Layer {word(layers[k])}: busiest expert {_busiest(both[k][0])} (engine) and "
         f"{_busiest(both[k][1])} (trainer), up to {number(top)} times the mean; "
         f"{share(_apart(*both[k]))} of the load moved."
     )

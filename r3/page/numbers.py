@@ -86,6 +86,11 @@ def change(before: Any, after: Any) -> str:
     return f"{sign}{100 * abs(ratio):,.{0 if abs(ratio) >= 0.1 else 1}f}\u00a0%"
 
 
+def word(value: Any) -> str:
+    """A name, a layer, a setting: as it is"""
+    return NOTHING if value is None else str(value)
+
+
 def edge(value: Any) -> str:
     """The bound of a range, short: 0 / 1e-4 / 0.25"""
     x = known(value)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from r3.page.numbers import NOTHING, change, known, number, share, tiny
+from r3.page.numbers import NOTHING, change, known, number, share, tiny, word
 from r3.page.reach import at, items, mapping, records
 from r3.page.tables import Column, Table, table
 from r3.page.words import METRICS, SECTIONS, TERMS
@@ -141,8 +141,8 @@ def sources(data: Mapping[str, Any]) -> dict[str, Any]:
         "sides": list(files),
         "provenance": provenance,
         "differences": sum(p["differs"] for p in provenance),
-        "environment": [(k, NOTHING if v is None else v) for k, v in _flat(data, "environment")],
-        "spec": [(k, NOTHING if v is None else v) for k, v in _flat(data, "spec")],
+        "environment": [(k, word(v)) for k, v in _flat(data, "environment")],
+        "spec": [(k, word(v)) for k, v in _flat(data, "spec")],
         "left_out": _left_out(data),
         "alignment": at(data, "alignment", "text") or _sentence(at(data, "alignment")),
         "only": [
@@ -169,7 +169,7 @@ def _ranges(values: list[Any]) -> str:
             runs[-1][1] = v
         else:
             runs.append([v, v])
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
+    return ", ".join(word(a) if a == b else f"{a}–{b}" for a, b in runs)
 
 
 def _values(pairs: Any) -> dict[str, int | None]:
@@ -177,9 +177,9 @@ def _values(pairs: Any) -> dict[str, int | None]:
     found: dict[str, int | None] = {}
     for pair in pairs if isinstance(pairs, list) else [] if pairs is None else [pairs]:
         if isinstance(pair, list) and len(pair) == 2:
-            found[str(pair[0])] = pair[1] if isinstance(pair[1], int) else None
+            found[word(pair[0])] = pair[1] if isinstance(pair[1], int) else None
         else:
-            found[str(pair)] = None
+            found[word(pair)] = None
     return found
 
 

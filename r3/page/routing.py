@@ -9,7 +9,7 @@ from typing import Any
 
 from r3.page.charts import Series, bar_chart, line_chart
 from r3.page.heatmap import shares_of
-from r3.page.numbers import NOTHING, edge, known, number, share
+from r3.page.numbers import edge, known, number, share, word
 from r3.page.reach import at, items, mapping, records
 from r3.page.tables import Column, Figure, Table, figure, table
 
@@ -38,7 +38,9 @@ def by_layer(data: Mapping[str, Any]) -> Figure | None:
     ]
     numbers = table("By layer", columns, rows, sortable=True)
     if len(names) < 13:
-        svg = bar_chart("layers", [str(n) for n in names], series, x="layer", y=_CELLS, percent="y")
+        svg = bar_chart(
+            "layers", [word(n) for n in names], series, x="layer", y=_CELLS, percent="y"
+        )
     else:
         svg = line_chart(
             "layers", series, x="layer", y=_CELLS, percent="y", integer_x=True, markers=True
@@ -48,11 +50,10 @@ def by_layer(data: Mapping[str, Any]) -> Figure | None:
         key=lambda r: r["cell_disagreement"],
         default=None,
     )
-    said = (
-        f"Most in layer {worst.get('layer')}: {share(worst['cell_disagreement'])} of its cells."
-        if worst
-        else ""
-    )
+    said = ""
+    if worst:
+        most_in, cells = word(worst.get("layer")), share(worst["cell_disagreement"])
+        said = f"Most in layer {most_in}: {cells} of its cells."
     return figure(svg, f"Share of cells routed differently, by layer. {said}", said, numbers)
 
 
@@ -219,8 +220,8 @@ def swaps(data: Mapping[str, Any]) -> Table | None:
         "Most frequent swaps of one expert for another, native",
         [
             Column("layer", "layer"),
-            Column("engine's expert", "from", _expert),
-            Column("trainer's expert", "to", _expert),
+            Column("engine's expert", "from", word),
+            Column("trainer's expert", "to", word),
             Column("cells", "cells", number),
             Column("of all one-expert swaps", "share", share),
         ],
@@ -230,10 +231,6 @@ def swaps(data: Mapping[str, Any]) -> Table | None:
         ],
         sortable=True,
     )
-
-
-def _expert(value: Any) -> str:
-    return NOTHING if value is None else str(value)
 
 
 def outside(data: Mapping[str, Any]) -> dict[str, Any] | None:

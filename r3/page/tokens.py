@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from r3.page.charts import Marks, Series, bar_chart, line_chart
-from r3.page.numbers import NOTHING, edge, known, number, share, signed, tiny, visible
+from r3.page.numbers import NOTHING, edge, known, number, share, signed, tiny, visible, word
 from r3.page.reach import at, items, mapping, records
 from r3.page.tables import Column, Figure, Table, figure, table
 
@@ -65,7 +65,7 @@ def attribution(data: Mapping[str, Any]) -> dict[str, Any] | None:
     rows = records(data, "attribution", "by_layers")
     if not rows:
         return None
-    names = [str(r.get("layers")) for r in rows]
+    names = [word(r.get("layers")) for r in rows]
     shares = bar_chart(
         "shares",
         names,
@@ -247,7 +247,7 @@ def worst_tokens(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _token(text: Any, token_id: Any) -> str:
-    return visible(text) if text is not None else NOTHING if token_id is None else str(token_id)
+    return visible(text) if text is not None else word(token_id)
 
 
 def _context(token: Mapping[str, Any]) -> list[tuple[str, bool]]:
