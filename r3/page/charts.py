@@ -133,7 +133,7 @@ def bar_chart(
     def paint(axes: Any) -> None:
         width = 0.8 / len(drawn)
         for i, (one, ys) in enumerate(drawn):
-            left = [k + (i - (len(drawn) - 1) / 2) * width for k in range(len(categories))]
+            left = [k + (i - (len(drawn) - 1) / 2) * width for k in range(len(ys))]
             color = _VARIABLES[one.color]
             hollow = one.color != "native" and len(drawn) > 1
             axes.bar(

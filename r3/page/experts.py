@@ -8,7 +8,7 @@ from typing import Any
 
 from r3.page.charts import Series, bar_chart, line_chart
 from r3.page.numbers import known, number, share, word
-from r3.page.reach import at, items, records
+from r3.page.reach import aligned, at, items
 from r3.page.tables import Column, Figure, Table, figure, table
 
 _SIDES = (("load_a", "engine", "ink"), ("load_b", "trainer, native", "native"))
@@ -32,7 +32,7 @@ class Load:
 
 def max_vio(data: Mapping[str, Any]) -> Figure | None:
     """Imbalance by layer, engine and trainer."""
-    rows = records(data, "routing", "native", "layers")
+    rows = aligned(data, "routing", "native", "layers")
     names = [r.get("layer") for r in rows]
     series = [
         Series("engine", "ink", [r.get("max_vio_a") for r in rows], names),
@@ -52,7 +52,7 @@ def max_vio(data: Mapping[str, Any]) -> Figure | None:
 def layer_table(data: Mapping[str, Any]) -> Table | None:
     """MaxVio, the busiest experts, idle ones, and how far apart the loads are, by layer."""
     out = []
-    for k, row in enumerate(records(data, "routing", "native", "layers")):
+    for k, row in enumerate(aligned(data, "routing", "native", "layers")):
         a, b = _load(data, "load_a", k), _load(data, "load_b", k)
         out.append(
             {
@@ -85,7 +85,7 @@ def layer_table(data: Mapping[str, Any]) -> Table | None:
 
 def load(data: Mapping[str, Any]) -> Load | None:
     """The layer whose loads differ most, drawn."""
-    layers = [r.get("layer") for r in records(data, "routing", "native", "layers")]
+    layers = [r.get("layer") for r in aligned(data, "routing", "native", "layers")]
     both = [(_load(data, "load_a", k), _load(data, "load_b", k)) for k in range(len(layers))]
     usable = [k for k, (a, b) in enumerate(both) if sum(a) and sum(b) and len(a) == len(b)]
     if not usable:

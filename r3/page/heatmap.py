@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from r3.page.numbers import known
-from r3.page.reach import at, items, records
+from r3.page.reach import aligned, at, items
 
 _SIDES = ("native", "replay")
 LEVELS = 8  # shades of the heat map above "none differ"
@@ -44,7 +44,7 @@ def heat_map(data: Mapping[str, Any]) -> HeatMap | None:
         return None
     side = usable[0]
     shares = shares_of(data, side)
-    layers = [r.get("layer") for r in records(data, "routing", side, "layers")]
+    layers = [r.get("layer") for r in aligned(data, "routing", side, "layers")]
     width = known(at(data, "routing", side, "positions", "width")) or 1
     counts = items(data, "routing", side, "positions", "rows")
     breaks = _breaks(shares, counts)

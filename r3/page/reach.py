@@ -29,6 +29,11 @@ def records(data: Any, *path: str | int) -> list[dict[str, Any]]:
     return [x for x in items(data, *path) if isinstance(x, dict)]
 
 
+def aligned(data: Any, *path: str | int) -> list[dict[str, Any]]:
+    """As `records`, with an empty object for what is none: entry k stays entry k."""
+    return [x if isinstance(x, dict) else {} for x in items(data, *path)]
+
+
 def mapping(data: Any, *path: str | int) -> dict[str, Any]:
     """The object at `path`, or an empty one."""
     found = at(data, *path)

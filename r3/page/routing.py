@@ -10,7 +10,7 @@ from typing import Any
 from r3.page.charts import Series, bar_chart, line_chart
 from r3.page.heatmap import shares_of
 from r3.page.numbers import edge, known, number, share, word
-from r3.page.reach import at, items, mapping, records
+from r3.page.reach import aligned, at, items, mapping, records
 from r3.page.tables import Column, Figure, Table, figure, table
 
 _SIDES = ("native", "replay")
@@ -18,7 +18,7 @@ _SIDES = ("native", "replay")
 
 def by_layer(data: Mapping[str, Any]) -> Figure | None:
     """Cells that differ, by layer."""
-    layers = {s: records(data, "routing", s, "layers") for s in _SIDES}
+    layers = {s: aligned(data, "routing", s, "layers") for s in _SIDES}
     most = max(layers.values(), key=len)
     names = [r.get("layer") for r in most]
     series = [
@@ -240,7 +240,7 @@ def outside(data: Mapping[str, Any]) -> dict[str, Any] | None:
     if not parts:
         return None
     colors = {"forced": "replay", "free": "native"}
-    layers = {k: records(p, "layers") for k, p in parts.items()}
+    layers = {k: aligned(p, "layers") for k, p in parts.items()}
     names = [r.get("layer") for r in max(layers.values(), key=len)]
     total = table(
         "Outside the trainer's own top-k",

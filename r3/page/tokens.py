@@ -10,7 +10,7 @@ from typing import Any
 
 from r3.page.charts import Marks, Series, bar_chart, line_chart
 from r3.page.numbers import NOTHING, edge, known, number, share, signed, tiny, visible, word
-from r3.page.reach import at, items, mapping, records
+from r3.page.reach import aligned, at, items, mapping, records
 from r3.page.tables import Column, Figure, Table, figure, table
 
 _SIDES = ("native", "replay")
@@ -131,7 +131,7 @@ def probability(data: Mapping[str, Any]) -> list[Figure]:
     """Log-ratios by the probability of the token, as the engine and as the trainer saw it."""
     found = []
     for whose, key in (("engine", "sampler"), ("trainer", "trainer")):
-        sides = {s: records(data, "mismatch", s, "buckets", key) for s in _SIDES}
+        sides = {s: aligned(data, "mismatch", s, "buckets", key) for s in _SIDES}
         most = max(sides.values(), key=len)
         names = [f"{edge(b.get('low'))}–{edge(b.get('high'))}" for b in most]
         svg = bar_chart(
