@@ -58,7 +58,7 @@ test: $(READY)
 	$(PY) -m pytest $(BOTH) -m "not full"
 
 test-fast: $(READY)
-	$(PY) -m pytest -m "not slow and not full"
+	$(PY) -m pytest $(BOTH) -m "not slow and not full"
 
 test-full: $(READY) $(OLD_VLLM) $(NEW_MEGATRON)
 	$(PY) -m pytest $(BOTH)

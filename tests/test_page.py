@@ -311,7 +311,7 @@ def _unfinished(name: str, paint: Callable[[Any], None], size: tuple[float, floa
 
 
 @settings(
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.reuse, Phase.generate),  # one example takes long
@@ -331,10 +331,10 @@ def test_charts_of_a_document_with_nulls(seed: int) -> None:
 
 def test_each_block_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("r3.page.charts._svg", _unfinished)
-    nested = ("routing", "mismatch", "files", "attribution", "worst", "outside_topk", "verdict")
+    nested = ("routing", "mismatch", "files")
     for path in PATHS:
         if len(path) == 1 or (len(path) == 2 and path[0] in nested):
-            data = copy.deepcopy(WHOLE)
+            data = copy.deepcopy(WHOLE) | {"steps": WHOLE["steps"][:1]}
             block: Any = data if len(path) == 1 else data[path[0]]
             del block[path[-1]]
             Page(render_page(data)).check()
@@ -523,7 +523,8 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         page.on("console", lambda m: problems.append(f"console: {m.text}"))
         page.on("pageerror", lambda e: problems.append(f"error: {e}"))
         page.goto(file.as_uri())
-        page.evaluate(FRAMES)
+        if options.get("java_script_enabled", True):
+            page.evaluate(FRAMES)
         return page
 
     yield open_page

@@ -74,7 +74,7 @@ def attribution(data: Mapping[str, Any]) -> dict[str, Any] | None:
             Series("KL, native", "native", [r.get("kl_share_native") for r in rows]),
         ],
         x="differing layers of a token",
-        y="share of tokens and of the KL",
+        y="share of the whole",
         percent="y",
     )
     sizes = bar_chart(
