@@ -62,7 +62,7 @@ def _replay(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
         yield Finding(
             "good",
             "Replay works",
-            f"all {cells:,} cells used the experts that the engine had used",
+            f"All {cells:,} cells used the experts that the engine had used",
         )
         return
     layers = [x["layer"] for x in found["layers"] if x["cell_disagreement"]]
@@ -84,7 +84,7 @@ def _cause(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
         yield Finding(
             "good",
             "Routing is not the problem",
-            "both sides chose the same experts in all cells",
+            "Both sides chose the same experts in all cells",
             "what remains is arithmetic: dtypes, kernels, the LM head, sampled against reported "
             "log-probabilities",
         )
@@ -180,7 +180,7 @@ def _odd(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
             yield Finding(
                 "notice",
                 "Log-probabilities that cannot be",
-                f"{side}: left out {kinds}",
+                f"Left out, {side}: {kinds}",
                 f"the first: {'; '.join(block['examples'][:2])}",
             )
     modes = [
@@ -229,7 +229,7 @@ def _trained_with(d: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
     """The metrics of what training sees: under replay where there is replay"""
     side = "replay" if d["mismatch"]["replay"] else "native"
     block = d["mismatch"][side]
-    names = {"native": "without replay", "replay": "with replay"}
+    names = {"native": "Without replay", "replay": "With replay"}
     return names[side], block["metrics"] if block else None
 
 

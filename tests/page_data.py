@@ -20,6 +20,18 @@ TEXT = (
 WORDS = TEXT.split()
 EDGES = [0, 1e-4, 1e-3, 0.01, 0.1, 0.5, 0.9, 0.99, 1]
 
+# sizes of a small document
+SMALL: dict[str, Any] = {
+    "layers": 3,
+    "experts": 8,
+    "top_k": 2,
+    "rollouts": 4,
+    "length": 40,
+    "bins": 5,
+    "excerpt": 30,
+    "rate": 0.2,
+}
+
 
 def comparison(
     *,

@@ -6,24 +6,20 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import re
-import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from page_data import comparison, no_rows, only_steps, step_records
+from page_data import SMALL, comparison, no_rows, only_steps, step_records
 from r3.errors import MissingDependencyError
 from r3.page import render_page
 from r3.page.numbers import change, edge, number, share, signed, tiny, visible
@@ -32,16 +28,6 @@ from r3.page.words import SECTIONS
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
-SMALL: dict[str, Any] = {
-    "layers": 3,
-    "experts": 8,
-    "top_k": 2,
-    "rollouts": 4,
-    "length": 40,
-    "bins": 5,
-    "excerpt": 30,
-    "rate": 0.2,
-}
 VOID = {"meta", "link", "br", "input", "hr", "img"}
 
 
@@ -216,6 +202,7 @@ def test_the_map_has_the_shares_of_the_document() -> None:
                 assert 1 <= int(shade) <= 8
 
 
+@pytest.mark.slow
 def test_shades_of_the_map_follow_its_legend() -> None:
     data = comparison(**SMALL)
     values = [0.0, 0.01, 0.02, 0.0201, 0.16]
@@ -310,6 +297,7 @@ def _unfinished(name: str, paint: Callable[[Any], None], size: tuple[float, floa
     return "<svg></svg>"
 
 
+@pytest.mark.slow
 @settings(
     max_examples=12,
     deadline=None,
@@ -324,11 +312,13 @@ def test_nulls_anywhere(seed: int, count: int) -> None:
         Page(render_page(_without(paths))).check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_charts_of_a_document_with_nulls(seed: int) -> None:
     Page(render_page(_without(random.Random(seed).sample(PATHS, 150)))).check()
 
 
+@pytest.mark.slow
 def test_each_block_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("r3.page.charts._svg", _unfinished)
     nested = ("routing", "mismatch", "files")
@@ -352,6 +342,7 @@ def test_differences_of_provenance_are_marked() -> None:
     assert all("differs: " in r for r in marked)
 
 
+@pytest.mark.slow
 def test_alerts_come_from_the_steps_or_the_document() -> None:
     data = only_steps(30)
     page = Page(render_page(data))
@@ -414,6 +405,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
                 render_page({})
 
 
+@pytest.mark.slow
 def test_the_same_document_gives_the_same_page() -> None:
     data = comparison(**SMALL, steps=4)
     assert render_page(data) == render_page(copy.deepcopy(data))
@@ -467,321 +459,3 @@ def test_scales_can_be_read_without_hue(theme: int, scale: str) -> None:
         _contrast(colors[f"{scale}{k}"], colors[f"{scale}{k + 1}"]) for k in range(len(steps) - 1)
     ]
     assert min(ratios) > 1.06, ratios
-
-
-# --- in a browser
-
-CHROMIUM = shutil.which("chromium")
-ARGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-ARGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-FRAMES = "() => new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        sync_playwright = None  # type: ignore[assignment]
-    missing = [
-        name
-        for name, there in (("playwright", sync_playwright), ("chromium", CHROMIUM))
-        if not there
-    ]
-    if missing:
-        reason = f"the page is tried in a browser, which needs {' and '.join(missing)}"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    with sync_playwright() as tool:
-        started = tool.chromium.launch(executable_path=CHROMIUM, args=ARGS)
-        yield started
-        started.close()
-
-
-@pytest.fixture
-def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Open a document in a page that may not ask for anything else; problems fail the test."""
-    problems: list[str] = []
-    contexts = []
-
-    def open_page(data: dict[str, Any], **options: Any) -> Any:
-        file = tmp_path / f"page{len(contexts)}.html"
-        file.write_text(render_page(data), encoding="utf-8")
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options)
-        contexts.append(context)
-
-        def only_the_file(route: Any) -> None:
-            if route.request.url.split("#")[0] == file.as_uri():
-                route.continue_()
-            else:
-                problems.append(f"request of {route.request.url}")
-                route.abort()
-
-        context.route("**/*", only_the_file)
-        page = context.new_page()
-        page.on("console", lambda m: problems.append(f"console: {m.text}"))
-        page.on("pageerror", lambda e: problems.append(f"error: {e}"))
-        page.goto(file.as_uri())
-        if options.get("java_script_enabled", True):
-            page.evaluate(FRAMES)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert not problems
-
-
-@pytest.mark.slow
-def test_a_table_is_sorted_by_click_and_by_key(show: Callable[..., Any]) -> None:
-    data = comparison(**SMALL | {"rollouts": 12})
-    rollouts = data["worst"]["rollouts"]
-    rollouts[3]["kl_k3_native"] = None
-    page = show(data)
-    table = page.locator("table.groups")
-    head = table.locator("thead th", has_text="KL k3, native")
-    names = lambda: table.locator("tbody tr:not(.panel) th").all_inner_texts()  # noqa: E731
-    known = sorted(
-        (r for r in rollouts if r["kl_k3_native"] is not None), key=lambda r: r["kl_k3_native"]
-    )
-    unknown = [rollouts[3]["id"]]
-    head.locator("button").click()
-    assert head.get_attribute("aria-sort") == "descending"
-    assert [n.split()[-1] for n in names()] == [r["id"] for r in reversed(known)] + unknown
-    head.locator("button").focus()
-    page.keyboard.press("Enter")
-    assert head.get_attribute("aria-sort") == "ascending"
-    assert [n.split()[-1] for n in names()] == [r["id"] for r in known] + unknown
-    other = table.locator("thead th").first
-    other.locator("button").focus()
-    page.keyboard.press("Space")
-    assert other.get_attribute("aria-sort") == "ascending"
-    assert head.get_attribute("aria-sort") is None
-    # an opened excerpt stays with its rollout
-    table.locator("button.open").first.click()
-    other.locator("button").click()
-    panel = table.locator("tr.panel:visible")
-    owner = panel.locator("xpath=preceding-sibling::tr").locator("th").inner_text()
-    label = panel.locator("[role=listbox]").get_attribute("aria-label")
-    assert f"rollout {owner.split()[-1]}," in label
-
-
-@pytest.mark.slow
-def test_the_map_by_keyboard(show: Callable[..., Any]) -> None:
-    data = comparison(**SMALL)
-    page = show(data)
-    heat, status = page.locator("#heat"), page.locator("#heat-at")
-    assert status.get_attribute("role") == "status"
-    assert heat.locator("td[tabindex='0']").count() == 1
-    heat.locator("td[tabindex='0']").focus()
-    native = data["routing"]["native"]["positions"]
-
-    def expect(layer: int, column: int) -> None:
-        width = native["width"]
-        text = status.inner_text().replace("\u00a0", " ")
-        found = re.fullmatch(
-            r"Layer (\d+), positions (\d+) to (\d+): ([\d.]+) % of (\d+) rows.*", text
-        )
-        assert found, text
-        assert [int(found[i]) for i in (1, 2, 3, 5)] == [
-            layer,
-            column * width,
-            (column + 1) * width - 1,
-            native["rows"][column],
-        ]
-        value = 100 * native["cell_disagreement"][column][layer]
-        assert float(found[4]) == pytest.approx(value, rel=6e-3)
-
-    expect(0, 0)
-    for keys, place in (
-        ("ArrowRight", (0, 1)),
-        ("ArrowDown", (1, 1)),
-        ("End", (1, 4)),
-        ("ArrowRight", (1, 4)),  # the edge
-        ("Home", (1, 0)),
-        ("Control+End", (2, 4)),
-        ("ArrowUp", (1, 4)),
-        ("ArrowLeft", (1, 3)),
-        ("Control+Home", (0, 0)),
-    ):
-        page.keyboard.press(keys)
-        expect(*place)
-        assert heat.locator("td[tabindex='0']").count() == 1
-        assert page.evaluate("document.activeElement.tagName") == "TD"
-    before = heat.locator("td").first.evaluate("e => getComputedStyle(e).backgroundColor")
-    page.locator("#heat-choice button", has_text="replay").click()
-    assert page.locator("#heat-side").inner_text() == "replay"
-    assert "0 % of" in status.inner_text().replace("\u00a0", " ")
-    assert "(replay)" in status.inner_text()
-    after = heat.locator("td").first.evaluate("e => getComputedStyle(e).backgroundColor")
-    assert before != after
-    heat.locator("tbody tr").nth(2).locator("td").nth(3).hover()
-    assert status.inner_text().startswith("Layer 2, positions 24")
-
-
-@pytest.mark.slow
-def test_theme_button_and_both_themes(show: Callable[..., Any]) -> None:
-    data = comparison(**SMALL)
-    shots = {}
-    for scheme in ("light", "dark"):
-        page = show(data, color_scheme=scheme)
-        back = "getComputedStyle(document.body).backgroundColor"
-        auto = page.evaluate(back)
-        shots[scheme] = page.screenshot()
-        button = page.locator("#theme")
-        seen = [button.inner_text()]
-        colors = [auto]
-        for _ in range(3):
-            button.click()
-            seen.append(button.inner_text())
-            colors.append(page.evaluate(back))
-        assert seen == ["Theme: auto", "Theme: light", "Theme: dark", "Theme: auto"]
-        assert colors[0] == colors[3] == colors[1 if scheme == "light" else 2]
-        assert colors[1] != colors[2]
-    assert shots["light"] != shots["dark"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", [True, False])
-def test_a_rollout_opens_to_its_tokens(show: Callable[..., Any], text: bool) -> None:
-    data = comparison(**SMALL, text=text)
-    rollout = data["worst"]["rollouts"][0]
-    excerpt = rollout["excerpt"]
-    if text:
-        excerpt["text"][3] = "<img src=x>\n"
-    excerpt["layers"][4:6] = [3, 0]
-    excerpt["logratio_native"][5] = -0.9
-    excerpt["prompt_len"] = excerpt["start"] + 2
-    page = show(data)
-    button = page.locator("button.open").first
-    assert button.get_attribute("aria-expanded") == "false"
-    button.focus()
-    page.keyboard.press("Enter")
-    assert button.get_attribute("aria-expanded") == "true"
-    tokens = page.locator("[role=option]")
-    assert tokens.count() == len(excerpt["token_ids"])
-    shown = tokens.nth(3).inner_text()
-    assert shown.strip() == ("<img src=x>⏎" if text else str(excerpt["token_ids"][3]))
-    color = "e => getComputedStyle(e).backgroundColor"
-    assert tokens.nth(5).evaluate(color) != tokens.nth(6).evaluate(color)
-    assert tokens.nth(5).evaluate("e => getComputedStyle(e).borderBottomStyle") == "double"
-    assert "3 of 3 layers differ" in (tokens.nth(5).get_attribute("aria-label") or "")
-    assert "prompt" in (tokens.nth(1).get_attribute("class") or "")
-    assert "prompt" not in (tokens.nth(2).get_attribute("class") or "")
-    tokens.nth(4).click()
-    page.keyboard.press("ArrowRight")
-    readout = page.locator(".sheet .readout")
-    assert readout.inner_text() == tokens.nth(5).get_attribute("title")
-    assert "log-ratio native −0.900" in readout.inner_text()
-    page.locator("#underline button", has_text="replay").click()
-    assert tokens.nth(5).evaluate("e => getComputedStyle(e).borderBottomStyle") != "double"
-    page.locator("#counts").check()
-    assert tokens.nth(5).evaluate("e => getComputedStyle(e, '::after').content") == '"3"'
-    button.click()
-    assert not page.locator("[role=listbox]").is_visible()
-
-
-@pytest.mark.slow
-def test_definitions_show_on_focus_and_open_the_glossary(show: Callable[..., Any]) -> None:
-    page = show(comparison(**SMALL))
-    term, tip = page.locator(".term").nth(4), page.locator("#tip-kl_k3")
-    assert not tip.is_visible()
-    page.locator(".term").nth(3).focus()
-    page.keyboard.press("Tab")
-    assert tip.is_visible()
-    page.keyboard.press("Escape")
-    assert not tip.is_visible()
-    term.hover()
-    assert tip.is_visible()
-    page.keyboard.press("Enter")
-    page.locator("#term-kl_k3").wait_for(state="visible")
-
-
-@pytest.mark.slow
-def test_load_of_another_layer_is_drawn_alike(show: Callable[..., Any]) -> None:
-    """Script and template draw the same: back at the first layer, path and words are as before."""
-    page = show(comparison(**SMALL))
-    state = "[...document.querySelectorAll('#load path')].map(p => p.getAttribute('d'))"
-    paths, words = page.evaluate(state), page.locator("#load-what").inner_text()
-    first = page.locator("#load-layer").input_value()
-    page.select_option("#load-layer", str((int(first) + 1) % 3))
-    assert page.evaluate(state) != paths
-    page.select_option("#load-layer", first)
-    assert page.evaluate(state) == paths
-    assert page.locator("#load-what").inner_text() == words
-
-
-@pytest.mark.slow
-def test_a_narrow_window_does_not_scroll_sideways(show: Callable[..., Any]) -> None:
-    data = comparison(**SMALL | {"layers": 48, "length": 200, "bins": 100, "excerpt": 100}, steps=4)
-    data["worst"]["rollouts"][0]["id"] = "a-long-name/" * 12
-    data["files"]["a"]["label"] = "x" * 300
-    data["verdict"]["findings"][0]["title"] = "y" * 200
-    page = show(data, viewport={"width": 380, "height": 800})
-    page.locator("button.open").first.click()
-    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 380
-    boxes = page.locator(".scroll[tabindex='0']")
-    assert boxes.count() > 3
-    assert all(b.get_attribute("aria-label") for b in boxes.all())
-
-
-@pytest.mark.slow
-def test_names_for_what_is_not_text(show: Callable[..., Any]) -> None:
-    page = show(comparison(**SMALL, steps=4))
-    client = page.context.new_cdp_session(page)
-    nodes = client.send("Accessibility.getFullAXTree")["nodes"]
-    roles: dict[str, list[str]] = {}
-    for node in nodes:
-        if not node.get("ignored"):
-            role = node.get("role", {}).get("value", "")
-            roles.setdefault(role, []).append(node.get("name", {}).get("value", ""))
-    for role in ("button", "image", "img", "link", "combobox", "checkbox", "grid", "table"):
-        assert all(roles.get(role, [])), (role, roles[role])
-    assert len(roles.get("image", []) + roles.get("img", [])) > 8
-    assert {"main", "banner", "navigation", "contentinfo"} <= set(roles)
-    assert "Share of rows" in roles["grid"][0]
-
-
-@pytest.mark.slow
-def test_print_and_reduced_motion(show: Callable[..., Any]) -> None:
-    page = show(comparison(**SMALL), color_scheme="dark", reduced_motion="reduce")
-    html = "getComputedStyle(document.documentElement)"
-    assert page.evaluate(f"{html}.scrollBehavior") == "auto"
-    page.emulate_media(media="print")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(252, 251, 249)"
-    assert not page.locator("#theme").is_visible()
-
-
-@pytest.mark.slow
-def test_without_scripts_the_page_still_says_it(show: Callable[..., Any]) -> None:
-    page = show(comparison(**SMALL), java_script_enabled=False)
-    assert page.locator("#verdict").is_visible()
-    assert page.locator("table.figures").is_visible()
-    assert page.locator("noscript p").is_visible()
-    assert not page.locator("button:visible").count()
-
-
-@pytest.mark.slow
-def test_a_big_page_is_small_and_quick(
-    show: Callable[..., Any], browser: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = comparison(
-        layers=48, experts=128, rollouts=24, length=1024, bins=128, excerpt=400, steps=60
-    )
-    file = tmp_path / "big.html"
-    file.write_text(render_page(data), encoding="utf-8")
-    size = file.stat().st_size / 2**20
-    times = []
-    for _ in range(3):
-        page = browser.new_page()
-        start = time.perf_counter()
-        page.goto(file.as_uri())
-        page.evaluate(FRAMES)
-        times.append(time.perf_counter() - start)
-        page.close()
-    with capsys.disabled():
-        print(f"\nbig page: {size:.2f} MB, opened in {min(times):.2f} s ({max(times):.2f} s)")
-    assert size < 3
-    assert min(times) < 4  # 2 s are meant; twice that for a busy machine

@@ -129,7 +129,7 @@ def test_a_healthy_run_with_replay():
             ),
             "Log-probabilities that cannot be",
             "notice",
-            "left out 3 trainer nan",
+            "Left out, replay: 3 trainer nan",
         ),
         (
             lambda d: d["files"]["a"]["provenance"].update(logprobs_mode=[["raw_logprobs", 9]]),
