@@ -10,20 +10,20 @@ import contextlib
 import fcntl
 import io
 import json
-import math
 import os
 import reprlib
-import stat
 import warnings
 from collections.abc import Mapping
-from io import FileIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from r3.errors import FormatError, R3Error, TornShardWarning
+from r3.files import open_regular
+from r3.plain import plain
 
 MAX_LINE = 1 << 24  # bytes
 _BLOCK = 1 << 16
+_WHAT = "a metrics file"
 _BEGIN = b'{"step":'  # of each line
 
 
@@ -37,7 +37,7 @@ class MetricsFile:
 
     def __init__(self, path: str | os.PathLike[str], last: int) -> None:
         self.path = Path(path)
-        self._file, self._owner = _opened(self.path, "a+"), os.getpid()
+        self._file, self._owner = open_regular(self.path, "a+", _WHAT), os.getpid()
         try:
             self._lock()
             self._end = self._file.seek(0, os.SEEK_END)
@@ -48,7 +48,7 @@ class MetricsFile:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line. Raises R3Error if the file is closed or the disk does not take it."""
-        line = json.dumps(without_nan(record), allow_nan=False, separators=(",", ":")).encode()
+        line = json.dumps(plain(record), allow_nan=False, separators=(",", ":")).encode()
         line += b"\n"
         if len(line) > MAX_LINE:
             raise R3Error(
@@ -129,7 +129,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     naming the line, for what no monitor writes.
     """
     found = {}
-    with _opened(Path(path), "r") as raw, io.BufferedReader(raw) as file:
+    with open_regular(path, "r", _WHAT) as raw, io.BufferedReader(raw) as file:
         number = 0
         while line := file.readline(MAX_LINE + 1):
             number += 1
@@ -145,17 +145,6 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                     break
             found[record["step"]] = record
     return [found[step] for step in sorted(found)]
-
-
-def without_nan(value: Any) -> Any:
-    """A plain value with None for NaN and infinity, so that it has strict JSON."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: without_nan(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(x) for x in value]
-    return value
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
@@ -179,17 +168,3 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
 
 def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is no JSON")
-
-
-def _opened(path: Path, mode: Literal["r", "a+"]) -> FileIO:
-    try:
-        # a FIFO would block on opening
-        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-            kind = "a folder" if path.is_dir() else "not a regular file"
-            raise FormatError(f"{path}: {kind}, expected a metrics file")
-        return FileIO(path, mode)
-    except (OSError, ValueError) as e:
-        if isinstance(e, FormatError):
-            raise
-        reason = e.strerror if isinstance(e, OSError) else e
-        raise FormatError(f"{path}: cannot be opened as a metrics file: {reason}") from None

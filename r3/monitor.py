@@ -13,13 +13,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from r3.alerts import AlertLimits, Metrics, find_alerts
 from r3.alignment import Alignment
 from r3.batch import RoutingBatch
 from r3.errors import TraceError
+from r3.files import Closing
 from r3.identity import Provenance
 from r3.metrics_file import MetricsFile, read_metrics
 from r3.step_figures import NAMES, figures, layer_figures, slice_figures
@@ -34,7 +34,7 @@ Callback = Callable[[int, dict[str, float]], object]
 _PER_REQUEST = ("sampling.max_tokens", "sampling.n", "extra.weight_versions")
 
 
-class StepMonitor:
+class StepMonitor(Closing):
     """Writes one line per step to a file, which it goes on with if it is there.
 
     path: JSON lines. One process records; another monitor with the same path is refused. callback:
@@ -62,17 +62,6 @@ class StepMonitor:
         self._environment: dict[str, Any] = {}
         for record in self._file.tail:
             self._remember(record)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let another monitor have the file. May be called again."""

@@ -6,51 +6,19 @@ Positioned reads, not a memory map: what was not found to be whole yet may be cu
 from __future__ import annotations
 
 import os
-import stat
 from io import FileIO
-from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from r3.errors import FormatError
+from r3.files import open_regular
 
 _WINDOW = 1 << 20  # bytes searched at a time
 
 
 def open_file(path: str | os.PathLike[str], mode: str) -> FileIO:
     """The regular file at `path`. Raises FormatError for what cannot be one."""
-    try:
-        place = Path(path)
-        # a FIFO would block on opening; a writer may create the file
-        if place.exists() and not stat.S_ISREG(place.stat().st_mode):
-            kind = "a folder" if place.is_dir() else "not a regular file"
-            raise FormatError(f"{path}: {kind}, expected a .r3 file")
-        return FileIO(place, mode)
-    except (OSError, ValueError) as e:
-        if isinstance(e, FormatError):
-            raise
-        reason = e.strerror if isinstance(e, OSError) else e
-        raise FormatError(f"{path}: cannot be opened as a .r3 file: {reason}") from None
-
-
-class Closing:
-    """Closes at the end of a `with` block."""
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+    return open_regular(path, mode, "a .r3 file")
 
 
 class FileBytes:

@@ -16,10 +16,11 @@ from typing import TypeVar, overload
 import numpy as np
 
 from r3.errors import FormatError, TornShardWarning
+from r3.files import Closing
 from r3.identity import RolloutId
 from r3.spec import RouterSpec
 from r3.storage.codec import Buffer
-from r3.storage.files import Closing, FileBytes, open_file
+from r3.storage.files import FileBytes, open_file
 from r3.storage.frames import (
     ENTRY,
     FRAME,

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from r3.errors import SpecError, TraceError
+from r3.files import Closing
 from r3.spec import RouterSpec
-from r3.storage.files import Closing
 from r3.storage.frames import rollout_key
 from r3.storage.reader import ShardReader
 from r3.storage.writer import ShardWriter

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from r3.errors import FormatError, SpecError, TornShardWarning, TraceError
+from r3.files import Closing
 from r3.spec import RouterSpec
 from r3.storage.codec import CODECS, Buffer
-from r3.storage.files import Closing, FileBytes, open_file
+from r3.storage.files import FileBytes, open_file
 from r3.storage.frames import (
     ENTRY,
     RECORD,

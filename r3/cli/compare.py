@@ -19,11 +19,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from r3.cli.text import plain, printable
+from r3.cli.text import printable
 from r3.cli.versions import installed_versions
 from r3.comparison import Comparison
 from r3.errors import R3Error, SpecError, SuspiciousRoutingWarning, TraceError
 from r3.identity import RolloutId
+from r3.plain import plain
 from r3.storage import ShardReader
 from r3.trace import RoutingTrace
 from r3.verdict import judge

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from r3.cli.compare import FORMAT, Progress, compare_files
-from r3.cli.text import plain
 from r3.cli.versions import installed_versions
 from r3.errors import R3Error
 from r3.monitor import read_metrics
+from r3.plain import plain
 from r3.verdict import judge
 from r3.worst import Texts
 

@@ -11,10 +11,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from r3.cli.text import plain, printable
+from r3.cli.text import printable
 from r3.comparison import check_same_tokens
 from r3.differences import Differences
 from r3.errors import SpecError, TraceError
+from r3.plain import plain
 from r3.slices import SEGMENTS
 from r3.storage import ShardReader
 from r3.trace import RoutingTrace

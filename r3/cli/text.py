@@ -1,26 +1,13 @@
-"""Values as JSON, terminals and files take them."""
+"""Text as terminals and files take it."""
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 
 from r3.errors import R3Error
-
-
-def plain(value: Any) -> Any:
-    """`value` as strict JSON has it: numpy numbers as Python's, NaN and infinity as None."""
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def printable(value: str) -> str:

@@ -7,7 +7,6 @@ What comes from the document (rollout names, token text, provenance) is text and
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
@@ -17,6 +16,7 @@ from r3.page import experts, heatmap, overview, routing, steps, tokens
 from r3.page.numbers import number, share, visible
 from r3.page.reach import at, mapping, records
 from r3.page.words import SECTIONS, TERMS
+from r3.plain import plain
 
 __all__ = ["render_page"]
 
@@ -137,15 +137,5 @@ def _compared(data: Mapping[str, Any]) -> list[str]:
 
 def _embedded(data: Mapping[str, Any]) -> str:
     """JSON that a script element can hold: no markup in it, nothing outside ASCII."""
-    text = json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(plain(data), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value
