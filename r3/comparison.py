@@ -115,11 +115,12 @@ class Comparison:
         self._native.add(found, a, b, sampled, labels, margins, self._ordered)
         replay = None
         if c is not None:
-            replay = _log_ratio(a, c)
+            replay = _log_ratio(a, c) if not np.isnan(c.logprobs).all() else None
             used = Differences.between(
                 a.routed_experts, c.routed_experts, a.valid & c.valid, self.spec
             )
-            self._replay.add(used, a, c, sampled, labels, None, self._ordered)
+            known = sampled & ~np.isnan(c.logprobs)
+            self._replay.add(used, a, c, known, labels, None, self._ordered)
         per_row = found.layers_per_row
         self._attribute(a, found, per_row, native, replay)
         layers = np.where(found.valid, per_row.astype(np.float64), np.nan)
@@ -157,7 +158,7 @@ class Comparison:
             "clip": list(self._clip),
             "routing": {k: side and side.routing.to_dict() for k, side in sides.items()},
             "mismatch": {
-                k: _mismatch_block(side.mismatch) if side and self.sampled_tokens else None
+                k: _mismatch_block(side.mismatch) if side and side.sampled else None
                 for k, side in sides.items()
             },
             "attribution": self._attribution.to_dict() if self._attribution else None,
@@ -201,6 +202,7 @@ class _Side:
         self.routing = RoutingDisagreement.zero(spec)
         self.mismatch = LogprobMismatch.zero(clip=clip)
         self.slices: dict[str, dict[str, SliceCounts]] = {}
+        self.sampled = False  # whether there was any token that counts
         self._clip = clip
 
     def add(
@@ -217,6 +219,7 @@ class _Side:
         self.routing += RoutingDisagreement.of(
             found, a.routed_experts, b.routed_experts, a.cu_seqlens, margins, ordered
         )
+        self.sampled |= bool(sampled.any())
         self.mismatch += LogprobMismatch.of(
             b.logprobs, a.logprobs, cu_seqlens=a.cu_seqlens, mask=sampled, clip=self._clip
         )

@@ -273,6 +273,25 @@ def test_only_routing_is_compared_without_logprobs():
     json.dumps(found)
 
 
+def test_a_third_side_without_logprobs_hides_nothing_of_the_second():
+    rollouts = draw(8, 12)
+    found = compare([[a, b, without_logprobs(c)] for a, b, c in rollouts])
+    whole = compare(rollouts)
+    assert found["routing"] == whole["routing"]
+    assert found["mismatch"]["replay"] is None
+    assert found["mismatch"]["native"] == whole["mismatch"]["native"]
+    for group, other in zip(
+        found["attribution"]["by_layers"], whole["attribution"]["by_layers"], strict=True
+    ):
+        assert group["kl_k3_native"] == other["kl_k3_native"]
+        assert math.isnan(group["kl_k3_replay"])
+
+
+def without_logprobs(trace: RoutingTrace) -> RoutingTrace:
+    columns = {k: c for k, c in trace.columns.items() if k != "logprobs"}
+    return RoutingTrace(trace.spec, trace.prompt_len, columns, trace.rollout_id, trace.provenance)
+
+
 def test_rows_of_the_wrong_place_are_named():
     rng = np.random.default_rng(5)
     spec = RouterSpec(64, 4, tuple(range(6)), 6)
