@@ -21,11 +21,12 @@ Metrics = Mapping[str, float | None]
 class Alert:
     """One thing to look at: `value` of a figure went beyond `limit`; `look_at` is what to do next.
 
-    value and limit are None where there is no single number.
+    figure: the name it is recorded under; value, limit; each None where there is no single one.
     """
 
     name: str
     level: Level
+    figure: str | None
     value: float | None
     limit: float | None
     message: str
@@ -47,8 +48,8 @@ class AlertLimits:
         7.5e-4 with replay. Fireworks report a collapse from about 0.013.
     abs_logratio: |log r| of one token. Own choice: rounding does not change a probability by a
         factor of 22,000; another token, another context or a log-prob of another temperature does.
-    clipped: share of tokens with r outside the clip bounds. Own choice, a tenth of the 45 % that
-        Fireworks report at the collapse.
+    correlation: of the two probabilities of a token. Own choice: rounding and stale weights leave
+        0.97 and more, log-probabilities of neighbouring tokens hardly correlate.
     ess: effective sample size / size, untruncated weights. 0.5 is where the asynchronous runs that
         this is taken from resynchronized weights.
     rows_without_route: share of rows that the engine delivered no routing for. Own choice.
@@ -69,7 +70,7 @@ class AlertLimits:
     kl: float = 1e-3
     kl_bad: float = 1e-2
     abs_logratio: float = 10.0
-    clipped: float = 0.045
+    correlation: float = 0.9
     ess: float = 0.5
     rows_without_route: float = 0.01
     outside_topk: float = 0.15
@@ -100,7 +101,8 @@ LOOK_AT = {
     "under the temperature sampled with (processed_logprobs in vLLM)",
     "kl": "routing/cell_disagreement_free: if high, replay; if low, dtypes of head and KV cache, "
     "quantization, sampling settings",
-    "clipped": "the sources of the mismatch; a tighter clip only hides them",
+    "uncorrelated": "whether trainer_logprobs are shifted by a token: entry i must be that of token"
+    " i; whether they are of the same rollouts, and of one temperature",
     "ess_token": "resynchronize the weights (lower the lag) rather than correct harder",
     "ess_sequence": "sequence-level weights carry little information at this length: resynchronize "
     "rather than correct harder, or use a geometric mask",
@@ -163,13 +165,28 @@ _ABOVE: tuple[tuple[str, str, tuple[tuple[Level, str], ...], str], ...] = (
         "tokens left out because a log-prob is not finite or is positive",
     ),
 )
-_BELOW: tuple[tuple[str, str, Level, str], ...] = (
-    ("ess_token", "routing/ess", "bad", "effective sample size of token weights"),
+# alert, figure, level, field of the limits, what the figure is
+_BELOW: tuple[tuple[str, str, Level, str, str], ...] = (
+    (
+        "uncorrelated",
+        "training/rollout_actor_probs_pearson_corr",
+        "bad",
+        "correlation",
+        "correlation of the trainer's and the engine's probabilities",
+    ),
+    (
+        "ess_token",
+        "routing/ess",
+        "bad",
+        "ess",
+        "effective sample size of token weights, as a share of the tokens,",
+    ),
     (
         "ess_sequence",
         "routing/ess_sequence",
         "notice",
-        "effective sample size of sequence weights",
+        "ess",
+        "effective sample size of sequence weights, as a share of the sequences,",
     ),
 )
 _JUMPS = (
@@ -221,9 +238,14 @@ def find_alerts(
 
 
 def _alert(
-    name: str, level: Level, value: float | None, limit: float | None, message: str
+    name: str,
+    level: Level,
+    figure: str | None,
+    value: float | None,
+    limit: float | None,
+    message: str,
 ) -> Alert:
-    return Alert(name, level, value, limit, message, LOOK_AT[name])
+    return Alert(name, level, figure, value, limit, message, LOOK_AT[name])
 
 
 def _number(metrics: Metrics, name: str) -> float | None:
@@ -239,21 +261,13 @@ def _beyond(metrics: Metrics, limits: AlertLimits) -> list[Alert]:
             limit = getattr(limits, field)
             if value is not None and value > limit:
                 text = f"{what} is {value:.3g}, above {limit:g}"
-                found.append(_alert(name, level, value, limit, text))
+                found.append(_alert(name, level, figure, value, limit, text))
                 break
-    for name, figure, level, what in _BELOW:
-        value = _number(metrics, figure)
-        if value is not None and value < limits.ess:
-            text = f"{what} is {value:.3g} of their number, below {limits.ess:g}"
-            found.append(_alert(name, level, value, limits.ess, text))
-    high, low = (
-        _number(metrics, f"rollout_corr/rollout_is_ratio_fraction_{side}")
-        for side in ("high", "low")
-    )
-    if high is not None and low is not None and high + low > limits.clipped:
-        text = f"share of tokens outside the clip bounds is {high + low:.3g}, above "
-        text += f"{limits.clipped:g}"
-        found.append(_alert("clipped", "notice", high + low, limits.clipped, text))
+    for name, figure, level, field, what in _BELOW:
+        value, limit = _number(metrics, figure), getattr(limits, field)
+        if value is not None and value < limit:
+            text = f"{what} is {value:.3g}, below {limit:g}"
+            found.append(_alert(name, level, figure, value, limit, text))
     return found
 
 
@@ -268,7 +282,7 @@ def _jumps(past: Sequence[Metrics], metrics: Metrics, limits: AlertLimits) -> li
         limit = max(limits.jump * usual, limits.jump_least)
         if value > limit:
             text = f"{what} is {value:.3g}, and was {usual:.3g} in the {len(before)} steps before"
-            found.append(_alert(name, "bad", value, limit, text))
+            found.append(_alert(name, "bad", figure, value, limit, text))
     return found
 
 
@@ -281,14 +295,15 @@ def _trends(past: Sequence[Metrics], metrics: Metrics, limits: AlertLimits) -> l
         now, before = medians
         limit = max(limits.rise * before, getattr(limits, least))
         if now > limit:
-            found.append(_alert(name, level, now, limit, _risen(what, now, before, limits)))
-    medians = _medians(past, metrics, "routing/weight_lag_mean", limits)
+            found.append(_alert(name, level, figure, now, limit, _risen(what, now, before, limits)))
+    lag = "routing/weight_lag_mean"
+    medians = _medians(past, metrics, lag, limits)
     if medians is not None:
         now, before = medians
         limit = before + limits.lag_rise
         if now > limit:
             text = _risen("weight lag", now, before, limits)
-            found.append(_alert("weight_lag_rising", "notice", now, limit, text))
+            found.append(_alert("weight_lag_rising", "notice", lag, now, limit, text))
     return found
 
 
@@ -317,23 +332,26 @@ def _medians(
 
 def _others(record: Mapping[str, Any], metrics: Metrics) -> list[Alert]:
     found = []
-    if _number(metrics, "routing/tokens") == 0:
+    tokens = "routing/tokens"
+    if _number(metrics, tokens) == 0:
         text = "the trainer gave log-probs, and there is no token to compare"
-        found.append(_alert("no_tokens", "bad", 0.0, None, text))
-    count = _number(metrics, "routing/rollouts_without_route")
+        found.append(_alert("no_tokens", "bad", tokens, 0.0, None, text))
+    figure = "routing/rollouts_without_route"
+    count = _number(metrics, figure)
     if count:
         names = ", ".join(map(str, record.get("rollouts_without_route") or ()))
         text = f"{count:g} rollouts without any routing: {names}"
-        found.append(_alert("rollout_without_route", "bad", count, 0.0, text))
-    count = _number(metrics, "routing/cells_not_enclosed")
+        found.append(_alert("rollout_without_route", "bad", figure, count, 0.0, text))
+    figure = "routing/cells_not_enclosed"
+    count = _number(metrics, figure)
     if count and _number(metrics, "routing/cells_replayed"):
         text = f"{count:g} cells of this step were routed in passes that nothing enclosed"
-        found.append(_alert("not_enclosed", "notice", count, 0.0, text))
+        found.append(_alert("not_enclosed", "notice", figure, count, 0.0, text))
     alignment = record.get("alignment")
     if alignment and alignment.get("fault"):
-        found.append(_alert("alignment", "bad", None, None, alignment["text"]))
+        found.append(_alert("alignment", "bad", None, None, None, alignment["text"]))
     changes = record.get("changes")
     if changes:
         text = "; ".join(f"{k}: {old!r} -> {new!r}" for k, (old, new) in sorted(changes.items()))
-        found.append(_alert("environment", "notice", None, None, f"changed: {text}"))
+        found.append(_alert("environment", "notice", None, None, None, f"changed: {text}"))
     return found

@@ -19,6 +19,7 @@ from r3.batch import RoutingBatch
 from r3.differences import Differences
 from r3.disagreement import RoutingDisagreement
 from r3.errors import TraceError
+from r3.logprob_shift import find_logprob_shift
 from r3.mismatch import LogprobMismatch
 from r3.slices import Labels, Sides, SliceCounts, cut, label_order, merge_slices
 from r3.spec import RouterSpec
@@ -163,6 +164,7 @@ class Comparison:
             },
             "attribution": self._attribution.to_dict() if self._attribution else None,
             "alignment": self._alignment(),
+            "logprob_shift": find_logprob_shift(*self._first) if self._first else None,
             "slices": self._slices(),
             "worst": self._worst.to_dict(texts),
         }
@@ -192,7 +194,7 @@ class Comparison:
         a, b = self._first
         tokens = np.flatnonzero(a.valid & b.valid)
         found = diagnose(a, b.routed_experts[tokens], tokens)
-        return {"fault": found.fault, "text": " ".join(str(found).split())}
+        return {"fault": found.fault, "text": "; ".join(str(found).splitlines())}
 
 
 class _Side:

@@ -24,9 +24,7 @@ _VERL = {  # names of verl's, where its formula is the very same
     "log_ppl_diff_max": "rollout_corr/log_ppl_diff_max",
     "log_ppl_diff_min": "rollout_corr/log_ppl_diff_min",
     "ppl_ratio": "rollout_corr/ppl_ratio",
-    # verl's at token level, where it truncates at `high` and `low` is 1 / high
-    "ratio_truncated_mean": "rollout_corr/rollout_is_mean",
-    "ess_truncated": "rollout_corr/rollout_is_eff_sample_size",
+    # verl's at token level, where `high` is its threshold and `low` is 1 / high
     "ratio_fraction_high": "rollout_corr/rollout_is_ratio_fraction_high",
     "ratio_fraction_low": "rollout_corr/rollout_is_ratio_fraction_low",
     "probs_diff_mean": "training/rollout_probs_diff_mean",
@@ -34,14 +32,16 @@ _VERL = {  # names of verl's, where its formula is the very same
     "probs_diff_std": "training/rollout_probs_diff_std",
     "probs_pearson": "training/rollout_actor_probs_pearson_corr",
 }
-# verl's chi2 is of log-ratios clamped to +-20, so these are not under its names
+# not under verl's names, as its chi2 and mean weight clamp log-ratios to +-20, and its effective
+# sample size clamps weights on both sides
 _LOGPROBS = (
     *("tokens", "sequences", "left_out", "chi2_token", "chi2_seq"),
     *("logratio_min", "logratio_max", "abs_logratio_mean"),
     *("abs_logratio_p50", "abs_logratio_p90", "abs_logratio_p99", "abs_logratio_p999"),
     "abs_logratio_max",
     *("extreme_1.1", "extreme_1.5", "extreme_2", "extreme_5", "extreme_10"),
-    *("ratio_mean", "ess", "ess_sequence", "ess_sequence_truncated"),
+    *("ratio_mean", "ratio_truncated_mean"),
+    *("ess", "ess_truncated", "ess_sequence", "ess_sequence_truncated"),
     *("seq_logratio_mean", "seq_logratio_abs_mean", "seq_logratio_abs_max"),
     *("seq_abs_logratio_mean", "seq_abs_logratio_max", "seq_geometric_mean"),
     "seq_mean_logratio_abs_max",

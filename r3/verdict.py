@@ -33,16 +33,31 @@ class Finding:
 def judge(document: Mapping[str, Any], limits: AlertLimits | None = None) -> dict[str, Any]:
     """The block "verdict" of a document in which None is what is not known: the worst level, and
     findings, the worst first."""
-    rules = (_misplaced, _replay, _cause, _tails, _weights, _odd, _lost, _last_step)
     limits = limits or AlertLimits()
-    findings = [f for rule in rules for f in rule(document, limits)]
+    # what is compared with something else says nothing
+    findings = list(_misplaced(document, limits))
+    rules = (_replay, _cause, _tails, _weights, _odd) if not findings else ()
+    findings += [f for rule in (*rules, _lost, _alerts) for f in rule(document, limits)]
     findings.sort(key=lambda f: -LEVELS.index(f.level))
     level = findings[0].level if findings else "notice"
     return {"level": level, "findings": [asdict(f) for f in findings]}
 
 
+_WHERE = {-1: "the token before", 1: "the token behind"}
+
+
 def _misplaced(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
-    alignment = d.get("alignment")
+    alignment, shift = d.get("alignment"), d.get("logprob_shift")
+    if shift:
+        yield Finding(
+            "bad",
+            "The log-probabilities are shifted",
+            f"those of the second side correlate with the first side's of {_WHERE[shift['shift']]} "
+            f"({shift['correlation']:.2f}) and not with those of the same token "
+            f"({shift['correlation_at_0']:.2f})",
+            "entry i must be the log-probability of token i, which the pass of token i - 1 gave; "
+            "no other figure here means anything before this is mended",
+        )
     if alignment and alignment["fault"]:
         yield Finding(
             "bad",
@@ -105,11 +120,15 @@ def _cause(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
         yield Finding(level, title, text, more)
         return
     if not shares or shares["kl_share_differing"] is None:
+        block = d["mismatch"]["native"]
+        same = block is not None and block["metrics"]["abs_logratio_max"] == 0
         yield Finding(
             "notice",
             "Engine and trainer route differently",
-            routed,
-            "whether it matters only log-probabilities of both sides can tell",
+            routed + ("; their log-probabilities are the same" if same else ""),
+            "how log-probabilities can be the same where routes are not"
+            if same
+            else "whether it matters only log-probabilities of both sides can tell",
         )
         return
     held, of = shares["kl_share_differing"], shares["token_share_differing"]
@@ -120,7 +139,9 @@ def _cause(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
     if of > _NEARLY_ALL:
         title = "Whether routing is the problem only replay can tell"
     elif held >= _MAIN_CAUSE:
-        title = "Routing is likely the problem"
+        kl = d["mismatch"]["native"]["metrics"]["kl_k3"]
+        small = kl is not None and kl < limits.kl
+        title = f"Routing is likely the main part of {'a small' if small else 'the'} mismatch"
     else:
         title = "Most of the mismatch sits in tokens that are routed alike"
     yield Finding("notice", title, text, "the same with replay: `r3 compare A B --replay C`")
@@ -208,21 +229,36 @@ def _lost(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
                 "`r3 inspect` on both files; prefix caching, KV from elsewhere, preemption",
             )
     pairs = d.get("pairs") or {}
-    if pairs.get("only_a") or pairs.get("only_b"):
+    lacking = {
+        "only in the first file": pairs.get("only_a"),
+        "only in the second": pairs.get("only_b"),
+        "not in the third": pairs.get("not_in_c"),
+    }
+    if any(lacking.values()):
+        counts = ", ".join(f"{n:,} {where}" for where, n in lacking.items() if n)
         yield Finding(
             "notice",
             "Rollouts without a counterpart",
-            f"{pairs['only_a']:,} only in the first file, {pairs['only_b']:,} not in it; "
-            f"{pairs['rollouts']:,} compared",
+            f"{counts}; {pairs['rollouts']:,} compared",
         )
 
 
-def _last_step(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
-    for step in (d.get("steps") or [])[-1:]:
+def _alerts(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
+    """One finding for each kind of alert in the recorded steps"""
+    steps = d.get("steps") or []
+    found: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
+    for i, step in enumerate(steps):
         for alert in step.get("alerts") or ():
-            name = alert["name"].replace("_", " ")
-            title = f"Step {step['step']}: {name}"
-            yield Finding(alert["level"], title, alert["message"], alert["look_at"])
+            found.setdefault(alert["name"], []).append((i, alert))
+    for name, raised in found.items():
+        last, alert = raised[-1]
+        when = f"{len(raised)} of {len(steps)} steps, " if len(steps) > 1 else ""
+        yield Finding(
+            alert["level"] if last == len(steps) - 1 else "notice",
+            f"Alert of recorded steps: {name.replace('_', ' ')}",
+            f"In {when}step {steps[last]['step']}: {alert['message']}",
+            alert["look_at"],
+        )
 
 
 def _trained_with(d: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:

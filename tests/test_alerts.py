@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from r3.alerts import LOOK_AT, Alert, AlertLimits, find_alerts
 from r3.monitor import NAMES
 
-HIGH = "rollout_corr/rollout_is_ratio_fraction_high"
-LOW = "rollout_corr/rollout_is_ratio_fraction_low"
+CORRELATION = "training/rollout_actor_probs_pearson_corr"
 USUAL = {  # of a run with replay, by recorded name, and the size of its noise (of the logarithm)
     "routing/extreme_2": (3e-5, 0.4),
     "routing/abs_logratio_p999": (0.12, 0.2),
@@ -24,8 +23,7 @@ USUAL = {  # of a run with replay, by recorded name, and the size of its noise (
     "rollout_corr/k3_kl": (6e-4, 0.1),
     "routing/ess": (0.97, 0.005),
     "routing/ess_sequence": (0.8, 0.05),
-    HIGH: (2e-5, 0.4),
-    LOW: (1e-5, 0.4),
+    CORRELATION: (0.998, 0.0005),
     "routing/cell_disagreement_free": (0.1, 0.05),
     "routing/outside_topk_experts_forced": (0.015, 0.05),
     "routing/rows_without_route_fraction": (1e-3, 0.5),
@@ -80,8 +78,7 @@ def test_a_healthy_run_is_silent(seed):
         ("kl", "rollout_corr/k3_kl", math.inf, "bad", 1e-2),
         ("ess_token", "routing/ess", 0.49, "bad", 0.5),
         ("ess_sequence", "routing/ess_sequence", 0.0, "notice", 0.5),
-        ("clipped", HIGH, 0.05, "notice", 0.045),
-        ("clipped", LOW, 0.05, "notice", 0.045),
+        ("uncorrelated", CORRELATION, 0.3, "bad", 0.9),
         ("rows_without_route", "routing/rows_without_route_fraction", 0.011, "notice", 0.01),
         ("left_out", "routing/left_out", 1, "notice", 0),
         ("rollout_without_route", "routing/rollouts_without_route", 2, "bad", 0),

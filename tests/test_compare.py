@@ -156,6 +156,34 @@ def test_bad_input_is_one_clear_line(r3_command, captures, tmp_path):
     assert_one_line_and_exit_2(r3_command("show", a, "nonsense"), "nonsense")
 
 
+def test_rollouts_that_only_the_third_file_lacks(captures, tmp_path):
+    with ShardReader(captures / "replay.r3") as shard:
+        some = write_shard(tmp_path / "some.r3", [shard[i] for i in range(4)])
+    pairs = compare_files(captures / "routing.r3", captures / "native.r3", some)["pairs"]
+    assert (pairs["rollouts"], pairs["only_a"], pairs["only_b"], pairs["not_in_c"]) == (4, 0, 0, 8)
+
+
+def test_the_first_expert_needs_files_that_keep_the_order(r3_command, captures, tmp_path):
+    a = captures / "routing.r3"
+    done = r3_command("compare", a, a, "--ordered")
+    assert_one_line_and_exit_2(done, "routing.r3 does not keep the order", "keep_order=True")
+    rng = np.random.default_rng(3)
+    traces = [draw_rollout(rng, i, sides=2) for i in (1, 2)]
+    changed = 0
+    for side in (0, 1):
+        with ShardWriter(tmp_path / f"{side}.r3", SPEC, keep_order=True) as shard:
+            for pair in traces:
+                shard.append(pair[side])
+    for x, y in traces:
+        changed += int((x.routed_experts[..., 0] != y.routed_experts[..., 0]).sum())
+    done = r3_command("compare", tmp_path / "0.r3", tmp_path / "1.r3", "--ordered", "--json")
+    found = strict_json(done.stdout)["routing"]["native"]
+    cells = 3 * sum(x.num_rows for x, _ in traces)
+    assert found["top1_changed"] == changed / cells
+    done = r3_command("compare", tmp_path / "0.r3", tmp_path / "1.r3", "--ordered")
+    assert f"{changed / cells:.3%}" in done.stdout
+
+
 def test_files_without_logprobs_are_compared_and_named(r3_command, tmp_path):
     rng = np.random.default_rng(2)
     rollouts = [draw_rollout(rng, i, logprobs=False, sides=2) for i in range(3)]
@@ -170,6 +198,9 @@ def test_files_without_logprobs_are_compared_and_named(r3_command, tmp_path):
 
 def test_report_of_a_folder_and_of_steps_alone(r3_command, captures, tmp_path):
     page = tmp_path / "page.html"
+    done = r3_command("report", captures, "-o", page)
+    assert "Replay works" in done.stdout
+    assert f"wrote {page}" in done.stdout.replace("\n", "")
     done = r3_command("report", captures, "-o", page, "--json")
     document = strict_json(done.stdout)
     assert page.read_text().startswith("<!doctype html>")
@@ -201,6 +232,8 @@ def test_show_lists_where_a_rollout_differs(r3_command, captures):
         i = t["position"]
         assert t["token_id"] == trace.token_ids[i]
         assert t["segment"] == ("prompt", "answer", "reply")[trace.segments[i]]
+        # its log-probability is of the pass before
+        assert t["pass_differs"] == (found["shown"][i - 1]["differs"] if i else None)
         if i == trace.num_rows:
             assert t["differs"] is t["experts"] is None
             continue

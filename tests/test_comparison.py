@@ -325,6 +325,38 @@ def test_rows_of_the_wrong_place_are_named():
     assert well.to_dict()["alignment"] is None
 
 
+@pytest.mark.parametrize("shift", [-1, 0, 1])
+def test_log_probabilities_of_a_neighbour_are_named(shift):
+    """Shifted by one, as a gather over the wrong ids or logits gives them."""
+    rng = np.random.default_rng(9)
+    comparison = Comparison(SPEC)
+    for i in range(6):
+        n = 60
+        ids = np.tile(np.array([0, 1], np.uint8), (n - 1, 3, 1))
+        ids[::2, :, 1] = 2
+        sampler = -rng.exponential(1, n + 2)
+        trainer = sampler + rng.normal(0, 0.05, n + 2)
+        a, b = (
+            RoutingTrace.build(
+                spec=SPEC,
+                token_ids=np.arange(n) + i,
+                routed_experts=ids,
+                prompt_len=5,
+                logprobs=np.minimum(values[6:-1], 0).astype(np.float32),
+                rollout_id=RolloutId("r", str(i)),
+            )
+            for values in (sampler, np.roll(trainer, -shift))
+        )
+        comparison.add(a, b)
+    found = comparison.to_dict()["logprob_shift"]
+    if shift == 0:
+        assert found is None
+    else:
+        assert found["shift"] == shift
+        assert found["correlation"] > 0.9
+        assert abs(found["correlation_at_0"]) < 0.3
+
+
 def test_other_tokens_and_routers_are_refused():
     (a, b, _), (other, _, _) = draw(6, 2)
     comparison = Comparison(SPEC)

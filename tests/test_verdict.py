@@ -175,7 +175,7 @@ def test_one_sequence_has_no_sequence_level():
 @pytest.mark.parametrize(
     ("shares", "title"),
     [
-        ({}, "Routing is likely the problem"),
+        ({}, "Routing is likely the main part of a small mismatch"),
         ({"kl_share_differing": 0.2}, "Most of the mismatch sits in tokens that are routed alike"),
         (
             {"token_share_differing": 0.94, "kl_share_differing": 0.97},
@@ -202,11 +202,40 @@ def test_without_anything_there_is_no_praise():
     assert judge(document) == {"level": "notice", "findings": []}
 
 
-def test_alerts_of_the_last_step_are_findings():
-    alert = {"name": "ess_token", "level": "bad", "message": "it is 0.1", "look_at": "resync"}
-    document = healthy() | {
-        "steps": [{"step": 7, "alerts": [alert]}, {"step": 8, "alerts": [alert]}]
-    }
+def test_a_large_mismatch_is_not_called_small():
+    document = without_replay(copy.deepcopy(healthy()))
+    document["mismatch"]["native"] = mismatch(kl_k3=0.002)
+    assert "Routing is likely the main part of the mismatch" in findings(document)
+
+
+def test_what_is_misplaced_silences_all_else():
+    document = healthy()
+    document["logprob_shift"] = {"shift": -1, "correlation": 0.99, "correlation_at_0": 0.02}
+    document["pairs"]["only_b"] = 4
     found = findings(document)
-    assert "Step 7: ess token" not in found
-    assert found["Step 8: ess token"]["text"] == "it is 0.1"
+    assert list(found) == ["The log-probabilities are shifted", "Rollouts without a counterpart"]
+    text = found["The log-probabilities are shifted"]["text"]
+    assert "the token before (0.99)" in text
+    assert "4 only in the second" in found["Rollouts without a counterpart"]["text"]
+
+
+def test_alerts_of_recorded_steps_are_findings():
+    """One for each kind; bad only if the last step has it."""
+
+    def alert(name: str, message: str = "") -> dict[str, Any]:
+        return {"name": name, "level": "bad", "message": message, "look_at": "resync"}
+
+    steps = [
+        {"step": 7, "alerts": [alert("wrong_token", "it is 39")]},
+        {"step": 8, "alerts": [alert("ess_token", "it is 0.2")]},
+        {"step": 9, "alerts": [alert("ess_token", "it is 0.1")]},
+    ]
+    found = findings(healthy() | {"steps": steps})
+    assert found["Alert of recorded steps: ess token"] == {
+        "level": "bad",
+        "title": "Alert of recorded steps: ess token",
+        "text": "In 2 of 3 steps, step 9: it is 0.1",
+        "look_at": "resync",
+    }
+    assert found["Alert of recorded steps: wrong token"]["level"] == "notice"
+    assert "step 7: it is 39" in found["Alert of recorded steps: wrong token"]["text"]

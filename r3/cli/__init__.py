@@ -96,7 +96,9 @@ _TOKENIZER = click.option(
 @click.option("-o", "--out", type=_PATH, help="write the page to this HTML file")
 @click.option("--json", "as_json", is_flag=True, help="print all figures as JSON")
 @click.option(
-    "--ordered", is_flag=True, help="experts are stored by falling weight: compare the first, too"
+    "--ordered",
+    is_flag=True,
+    help="experts were stored by falling weight, with keep_order: compare the first, too",
 )
 @_TOKENIZER
 def compare(
@@ -128,6 +130,8 @@ def compare(
         click.echo(json.dumps(document))
     else:
         render(document, Console())
+        if out:
+            click.echo(f"\nwrote {_plain(str(out))}")
     sys.stdout.flush()
     sys.exit(1 if document["verdict"]["level"] == "bad" else 0)
 
@@ -137,7 +141,7 @@ def compare(
 @click.option(
     "-o", "--out", type=_PATH, default=Path("report.html"), show_default=True, help="HTML file"
 )
-@click.option("--json", "as_json", is_flag=True, help="print all figures as JSON, too")
+@click.option("--json", "as_json", is_flag=True, help="print all figures as JSON")
 @_TOKENIZER
 def report(run: Path, out: Path, as_json: bool, tokenizer: Path | None) -> None:
     """Write the page of a RUN: a folder, or a file of the step monitor.
@@ -146,7 +150,9 @@ def report(run: Path, out: Path, as_json: bool, tokenizer: Path | None) -> None:
     replay.r3 beside them (the trainer under replay) if there is one, and metrics.jsonl (the step
     monitor's) if there is one; that alone will do. Exit code 1 if the verdict is bad.
     """
-    from r3.cli.compare import token_texts
+    from rich.console import Console
+
+    from r3.cli.compare import render_verdict, token_texts
     from r3.cli.run import read_run
     from r3.page import render_page
 
@@ -156,6 +162,9 @@ def report(run: Path, out: Path, as_json: bool, tokenizer: Path | None) -> None:
     write_text(out, render_page(document))
     if as_json:
         click.echo(json.dumps(document))
+    else:
+        render_verdict(document, Console())
+        click.echo(f"\nwrote {_plain(str(out))}")
     sys.stdout.flush()
     sys.exit(1 if document["verdict"]["level"] == "bad" else 0)
 

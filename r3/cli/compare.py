@@ -71,36 +71,42 @@ def _compare(
             raise SpecError(f"{shard.path}: {shard.spec}, expected {a.spec}, as in {a.path}")
         if not len(shard):
             raise TraceError(f"{shard.path}: no rollouts in the file, so nothing to compare")
+        if ordered and not _keeps_order(shard):
+            raise R3Error(
+                f"--ordered: {shard.path} does not keep the order of experts; write it with "
+                "ShardWriter(..., keep_order=True)"
+            )
     comparison = Comparison(a.spec, ordered=ordered)
     files = [_FileCounts(shard) for shard in shards]
-    unmatched: list[RolloutId] = []
+    lacking: dict[ShardReader, list[RolloutId]] = {shard: [] for shard in shards[1:]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SuspiciousRoutingWarning)  # `r3 inspect` tells of them
         for i, found in enumerate(_read_ahead(shards)):
             on_progress(i, len(a))
-            if isinstance(found, RolloutId):
-                unmatched.append(found)
+            if isinstance(found, tuple):
+                lacking[found[1]].append(found[0])
                 continue
             for counts, trace in zip(files, found, strict=True):
                 counts.add(trace)
             comparison.add(*found)
         on_progress(len(a), len(a))
         if not comparison.rollouts:
+            other = next(shard for shard in shards[1:] if lacking[shard])
             raise TraceError(
-                f"no rollout of {a.path} is in {shards[1].path}: the first one is {unmatched[0]} "
-                f"here and {shards[1].header(0).rollout_id} there; rollouts are matched by their id"
+                f"no rollout of {a.path} is in {other.path}: the first one is {lacking[other][0]} "
+                f"here and {other.header(0).rollout_id} there; rollouts are matched by their id"
             )
         document = comparison.to_dict(texts)
-    rollouts = comparison.rollouts
     described = [*(f.describe() for f in files), None]
     document |= {
         "format": FORMAT,
         "files": dict(zip("abc", described, strict=False)),
         "pairs": {
-            "rollouts": rollouts,
-            "only_a": len(unmatched),
-            "only_b": len(shards[1]) - rollouts,
-            "examples_only_a": [str(x) for x in unmatched[:_EXAMPLES]],
+            "rollouts": comparison.rollouts,
+            "only_a": len(lacking[shards[1]]),
+            "only_b": len(shards[1]) + len(lacking[shards[1]]) - len(a),
+            "not_in_c": len(lacking[shards[2]]) if len(shards) > 2 else 0,
+            "examples_only_a": [str(x) for x in lacking[shards[1]][:_EXAMPLES]],
             "tokens": comparison.tokens,
             "sampled_tokens": comparison.sampled_tokens,
         },
@@ -114,16 +120,21 @@ def _compare(
     return document | {"verdict": judge(document)}
 
 
-def _read_ahead(shards: list[ShardReader]) -> Iterator[list[RoutingTrace] | RolloutId]:
-    """For each rollout of the first file its trace in all of them; or its id, where one lacks it.
+_Found = list[RoutingTrace] | tuple[RolloutId, ShardReader]
+
+
+def _read_ahead(shards: list[ShardReader]) -> Iterator[_Found]:
+    """For each rollout of the first file its trace in all of them; or its id, and the first file
+    that lacks it.
 
     The next one is read on another core while this one is counted.
     """
 
-    def read(i: int) -> list[RoutingTrace] | RolloutId:
+    def read(i: int) -> _Found:
         name = shards[0].header(i).rollout_id
-        if not all(name in shard for shard in shards):  # refuses one that is there twice
-            return name
+        for shard in shards:  # the first one refuses a rollout that it has twice
+            if name not in shard:
+                return name, shard
         return [shards[0][i], *(other.get(name) for other in shards[1:])]
 
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -133,6 +144,12 @@ def _read_ahead(shards: list[ShardReader]) -> Iterator[list[RoutingTrace] | Roll
             if i < len(shards[0]):
                 coming = pool.submit(read, i)
             yield found
+
+
+def _keeps_order(shard: ShardReader) -> bool:
+    """Whether all its records say in which order ids were appended"""
+    experts = (shard.header(i).column("routed_experts") for i in range(len(shard)))
+    return all(x and x.layout and x.layout.codec.keeps_order for x in experts)
 
 
 class _FileCounts:
@@ -195,17 +212,22 @@ def token_texts(folder: Path) -> Texts:
     return texts
 
 
-def render(document: dict[str, Any], console: Console) -> None:
-    """Print what matters of a document: the verdict, the figures, where they are high."""
-    d = document
+def render_verdict(document: dict[str, Any], console: Console) -> None:
+    """Print what a document means."""
     colours = {"good": "green", "notice": "yellow", "bad": "bold red"}
-    for finding in d["verdict"]["findings"]:
+    for finding in document["verdict"]["findings"]:
         level = finding["level"]
         look_at = f". Look at: {printable(finding['look_at'])}" if finding["look_at"] else ""
         console.print(
             f"[{colours[level]}]{level:>6}[/]  [bold]{printable(finding['title'])}[/]: "
             f"{printable(finding['text'])}{look_at}"
         )
+
+
+def render(document: dict[str, Any], console: Console) -> None:
+    """Print what matters of a document: the verdict, the figures, where they are high."""
+    d = document
+    render_verdict(document, console)
     console.print()
     sides = [s for s in ("native", "replay") if d["routing"][s]]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -225,6 +247,7 @@ _ROUTING_ROWS = {
     "cells (token, layer) routed differently": "cell_disagreement",
     "experts that differ": "expert_disagreement",
     "tokens with such a layer": "token_disagreement",
+    "cells whose first expert differs": "top1_changed",
 }
 _MISMATCH_ROWS = {
     "KL k3, sampled tokens": ("kl_k3", "{:.3e}"),
@@ -237,6 +260,8 @@ _MISMATCH_ROWS = {
 
 def _rows(d: dict[str, Any], sides: list[str]) -> Iterator[list[str]]:
     for text, key in _ROUTING_ROWS.items():
+        if key == "top1_changed" and d["routing"]["native"][key] is None:
+            continue
         yield [text, *(_shown(d["routing"][s][key], "{:.3%}") for s in sides)]
     if not d["mismatch"]["native"]:
         return
@@ -264,6 +289,13 @@ def _places(d: dict[str, Any]) -> Iterator[str]:
             f"largest |log-ratio| {_shown(entry['abs_logratio_max_native'], '{:.4f}')}",
         )
         yield f"rollout {printable(entry['id'])}: {', '.join(figures)}"
+    for entry in d["worst"]["tokens"][:5]:
+        said = f" {entry['text']!r}" if entry["text"] else ""
+        yield printable(
+            f"token {entry['position']} of {entry['id']}: {entry['token_id']}{said}, log p "
+            f"{entry['sampler_logprob']:.4f} and {entry['trainer_logprob']:.4f}, "
+            f"{entry['layers_differing']} layers differ in its pass"
+        )
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -36,6 +36,9 @@ def show_rollout(
 ) -> dict[str, Any]:
     """What a `.r3` file has of one rollout, plain values; see `render` for what is shown.
 
+    Of each token, "differs" is of its own row, "pass_differs" of the row before, which produced it
+    and its log-probability.
+
     rollout: its id, or the number of its record. against: a file with the same rollout. tokens:
     positions; None: 64, the first ones, or those around the token that is furthest off. layers:
     decoder layers of which experts are given; None: the first three, none beside differences.
@@ -77,7 +80,8 @@ def show_rollout(
 
 
 def render(document: dict[str, Any], console: Console) -> None:
-    """Print a rollout: a token a line, with the layers in which its experts differ."""
+    """Print a rollout: a token a line, with the layers in which the pass that produced it, that of
+    the token before, was routed differently. Experts of a layer are those of its own pass."""
     d = document
     versions = d["weight_versions"]
     facts = [
@@ -93,7 +97,7 @@ def render(document: dict[str, Any], console: Console) -> None:
         )
     compared = d["against"] is not None
     names = ["token", "id", "text", "part", "logprob"]
-    names += ["other", "log-ratio", "layers that differ"] if compared else []
+    names += ["other", "log-ratio", "its pass differs in layers"] if compared else []
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in names + [f"layer {x}" for x in d["layers"]]:
         right = name in ("token", "id", "logprob", "other", "log-ratio")
@@ -201,12 +205,18 @@ def _describe(
         "other_experts": [sorted(other.routed_experts[at, i].tolist()) for i in chosen]
         if other is not None and compared
         else None,
-        "differs": _changed(trace, found, at) if found is not None and compared else None,
+        "differs": _changed(trace, found, at),
+        "pass_differs": _changed(trace, found, at - 1),
     }
 
 
-def _changed(trace: RoutingTrace, found: Differences, at: int) -> list[dict[str, Any]]:
-    """The layers in which row `at` differs, with the experts that one side lacks."""
+def _changed(
+    trace: RoutingTrace, found: Differences | None, at: int
+) -> list[dict[str, Any]] | None:
+    """The layers in which row `at` differs, with the experts that one side lacks; None where it was
+    not compared."""
+    if found is None or not 0 <= at < len(found.valid) or not found.valid[at]:
+        return None
     low, high = np.searchsorted(found.row, [at, at + 1])
     changes = []
     for cell in range(low, high):
@@ -222,13 +232,13 @@ def _changed(trace: RoutingTrace, found: Differences, at: int) -> list[dict[str,
 
 
 def _changes(token: dict[str, Any]) -> str:
-    if token["differs"] is None:
-        return "not compared"
+    if token["pass_differs"] is None:
+        return "" if token["position"] == 0 else "not compared"
     shown = [
         f"{c['layer']}: {','.join(map(str, c['from']))} > {','.join(map(str, c['to']))}"
-        for c in token["differs"][:4]
+        for c in token["pass_differs"][:4]
     ]
-    more = len(token["differs"]) - len(shown)
+    more = len(token["pass_differs"]) - len(shown)
     return "; ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
