@@ -10,11 +10,12 @@ import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from r3.checks import check_distinct, check_shape_and_range
-from r3.columns import ANSWER, PROMPT, REPLY, ROUNDING, Column, as_array
+from r3.columns import ANSWER, PROMPT, REPLY, ROUNDING, Column, as_array, on_host
 from r3.errors import TraceError
 from r3.identity import Provenance, RolloutId
 from r3.spec import RouterSpec
@@ -88,13 +89,18 @@ class RoutingBatch:
         )
 
     def to_traces(
-        self, *, provenance: Provenance | None = None, margins: np.ndarray | None = None
+        self,
+        *,
+        logprobs: Any = None,
+        provenance: Provenance | None = None,
+        margins: np.ndarray | None = None,
     ) -> list[RoutingTrace]:
         """One trace per sequence, to be stored: what `from_traces` packed, as far as it packed it.
 
-        provenance: of all of them. margins: float32 [T, MoE layers], aligned to tokens, see the
-        column `router_margins`; those of last tokens have no row and are left out, as is anything
-        else that is said of them.
+        logprobs: float [T], numpy or torch, in place of the batch's, at the tokens where the batch
+        has one; a trainer's may hold anything elsewhere. provenance: of all traces. margins:
+        float32 [T, MoE layers], aligned to tokens, see the column `router_margins`; those of last
+        tokens have no row and are left out, as is anything else that is said of them.
 
         A sequence whose log-probabilities are all NaN gets no column `logprobs`. In any other, NaN
         behind the prompt means a token that was not sampled, a reply in the column `segments`,
@@ -110,17 +116,26 @@ class RoutingBatch:
                     f"margins have shape {list(margins.shape)}, expected one for each token and "
                     f"MoE layer, {[self.num_tokens, len(self.spec.moe_layers)]}"
                 )
+        all_logprobs = self.logprobs
+        if logprobs is not None:
+            given = on_host(logprobs, "logprobs")
+            if given.shape != (self.num_tokens,) or given.dtype.kind != "f":
+                raise TraceError(
+                    f"logprobs are {given.dtype} of shape {list(given.shape)}, expected floats "
+                    f"[{self.num_tokens}], one for each token of the batch"
+                )
+            all_logprobs = np.where(np.isnan(self.logprobs), np.nan, given).astype(np.float32)
         traces = []
         for i, (start, stop) in enumerate(pairwise(self.cu_seqlens.tolist())):
             tokens, rows = slice(start, stop), slice(start, stop - 1)
             prompt_len, valid = int(self.prompt_lens[i]), self.valid[rows]
-            logprobs, versions = self.logprobs[tokens], self.weight_versions[rows]
+            own, versions = all_logprobs[tokens], self.weight_versions[rows]
             known = valid.any() and (versions[valid] >= 0).all()
             extra: dict[str, Column] = {}
             if margins is not None:
                 extra["router_margins"] = Column(margins[rows], "row")
-            has_logprobs = not np.isnan(logprobs).all()
-            fed = np.isnan(logprobs[prompt_len:])
+            has_logprobs = not np.isnan(self.logprobs[tokens]).all()
+            fed = np.isnan(self.logprobs[tokens][prompt_len:])
             if has_logprobs and fed.any():
                 segments = np.full(stop - start, PROMPT, np.uint8)
                 segments[prompt_len:] = np.where(fed, REPLY, ANSWER)
@@ -131,7 +146,7 @@ class RoutingBatch:
                 routed_experts=self.routed_experts[rows],
                 prompt_len=prompt_len,
                 valid=valid,
-                logprobs=logprobs if has_logprobs else None,
+                logprobs=own if has_logprobs else None,
                 weight_versions=versions if known else None,
                 rollout_id=self.rollout_ids[i],
                 provenance=provenance,

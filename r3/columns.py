@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -269,6 +270,18 @@ def as_array(values: object, what: str, dtype: type | None = None, copy: bool = 
         return np.array(values, dtype=dtype) if copy else np.asarray(values, dtype=dtype)
     except (ValueError, TypeError) as e:
         raise TraceError(f"{what} is not an array: {e}") from None
+
+
+def on_host(values: Any, what: str) -> np.ndarray:
+    """numpy, torch (any device, with a gradient or without) or a sequence as numpy; floats of torch
+    as float64. Raises TraceError for a tensor whose values cannot be read."""
+    if hasattr(values, "detach"):  # torch, which is not imported for this
+        try:
+            values = values.detach().cpu()  # first: not every device has float64
+            return (values.double() if values.is_floating_point() else values).numpy()
+        except (RuntimeError, TypeError) as e:  # one without values, or whose values are elsewhere
+            raise TraceError(f"{what}: a tensor whose values cannot be read: {e}") from None
+    return as_array(values, what, copy=False)
 
 
 def as_token_ids(tokens: np.ndarray, where: str) -> np.ndarray:

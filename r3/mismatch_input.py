@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from r3.batch import check_cu_seqlens
-from r3.columns import ROUNDING, as_array
+from r3.columns import ROUNDING, on_host
 from r3.errors import TraceError
 
 KINDS = tuple(
@@ -93,26 +93,15 @@ def counted_tokens(
     return CountedTokens(p, q, before[:-1][some], lengths[some], len(wrong), kinds, tuple(examples))
 
 
-def _numpy(values: Any, what: str) -> np.ndarray:
-    """An array of either library, on any device, as numpy; floats of torch as float64."""
-    if hasattr(values, "detach"):  # torch, which is not imported for this
-        try:
-            values = values.detach().cpu()  # first: not every device has float64
-            return (values.double() if values.is_floating_point() else values).numpy()
-        except (RuntimeError, TypeError) as e:  # one without values, or whose values are elsewhere
-            raise TraceError(f"{what}: a tensor whose values cannot be read: {e}") from None
-    return as_array(values, what, copy=False)
-
-
 def _logprobs(values: Any, side: str) -> np.ndarray:
-    found = _numpy(values, f"log-probabilities ({side})")
+    found = on_host(values, f"log-probabilities ({side})")
     if found.dtype.kind != "f":
         raise TraceError(f"log-probabilities ({side}) are {found.dtype}, expected floats")
     return np.ascontiguousarray(found, np.float64) if found.ndim else found
 
 
 def _flags(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
-    found = _numpy(mask, "mask")
+    found = on_host(mask, "mask")
     if found.shape != shape:
         raise TraceError(f"mask has shape {list(found.shape)}, expected {list(shape)}")
     if found.dtype == bool:
@@ -139,7 +128,7 @@ def _bounds(cu_seqlens: Any, shape: tuple[int, ...]) -> np.ndarray:
         return np.arange(shape[0] + 1) * shape[1]
     if cu_seqlens is None:
         return np.array([0, shape[0]])
-    found = _numpy(cu_seqlens, "cu_seqlens")
+    found = on_host(cu_seqlens, "cu_seqlens")
     if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu":
         raise TraceError(
             f"cu_seqlens is {found.dtype} of shape {list(found.shape)}, expected integers "

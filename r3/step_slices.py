@@ -8,19 +8,11 @@ from typing import Any
 import numpy as np
 
 from r3.batch import RoutingBatch
+from r3.columns import on_host
 from r3.errors import TraceError
 from r3.slices import Labels, lag_labels, length_labels
 
 _OWN = ("length", "weight_lag")  # dimensions that need no labels
-
-
-def as_host(values: Any) -> np.ndarray:
-    """numpy, torch (any device, with a gradient or without) or a sequence as numpy"""
-    if hasattr(values, "detach"):
-        values = values.detach().cpu()
-        # numpy has no bfloat16
-        values = values.double() if values.is_floating_point() else values
-    return np.asarray(values)
 
 
 def step_labels(
@@ -34,7 +26,7 @@ def step_labels(
     for name, given in labels.items():
         if name in _OWN:
             raise TraceError(f"labels: {name!r} comes by itself, expected another dimension")
-        values = as_host(given)
+        values = on_host(given, f"labels: {name!r}")
         if values.shape not in ((batch.num_tokens,), (len(batch),)) or values.dtype.kind not in (
             "iubUO"
         ):

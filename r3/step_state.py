@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from r3.batch import RoutingBatch
+from r3.columns import on_host
 from r3.differences import Differences
 from r3.disagreement import RoutingDisagreement
 from r3.errors import TraceError
 from r3.load import expert_load
 from r3.mismatch import LogprobMismatch
 from r3.slices import Sides, SliceCounts, Slices, cut, merge_slices
-from r3.step_slices import as_host, step_labels
+from r3.step_slices import step_labels
 
 CLIP = (0.5, 2.0)
 _FORMAT = "r3-step/1"
@@ -279,7 +280,7 @@ def _load_only(batch: RoutingBatch) -> LayerCounts:
 
 
 def _per_token(values: Any, name: str, tokens: int) -> np.ndarray:
-    values = as_host(values)
+    values = on_host(values, name)
     if values.shape != (tokens,):
         raise TraceError(
             f"{name} has shape {list(values.shape)}, expected [{tokens}]: one for each token of "

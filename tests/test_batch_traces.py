@@ -208,3 +208,36 @@ def test_margins_go_with_their_rows(seed: int, mine: bool, theirs: bool) -> None
             of_prefill[row] if taken else of_decode[row],
             equal_nan=True,
         )
+
+
+@pytest.mark.parametrize("as_given", ["numpy", "torch"])
+def test_log_probabilities_of_a_trainer_take_the_place_of_sampled_ones(as_given):
+    rng = np.random.default_rng(11)
+    spec = RouterSpec(8, 2, (0, 1), 2)
+    engine = np.where(np.arange(12) % 5 == 4, np.nan, -rng.exponential(1, 12))
+    engine[:3] = np.nan
+    ids = rng.random((11, 2, 8)).argsort(axis=-1)[..., :2]
+    segments = np.where(np.arange(12) < 3, 0, np.where(np.isnan(engine), 2, 1)).astype(np.uint8)
+    trace = RoutingTrace.build(
+        spec=spec,
+        token_ids=np.arange(12),
+        routed_experts=ids,
+        prompt_len=3,
+        logprobs=engine,
+        extra={"segments": Column(segments, "token")},
+    )
+    batch = RoutingBatch.from_traces([trace])
+    trainer = -rng.exponential(1, 12)  # the trainer knows of all tokens
+    trainer[0] = np.nan
+    given = trainer
+    if as_given == "torch":
+        given = pytest.importorskip("torch").tensor(trainer, requires_grad=True)
+    (own,) = batch.to_traces(logprobs=given)
+    expected = np.where(np.isnan(engine), np.nan, trainer).astype(np.float32)
+    assert np.array_equal(own.logprobs, expected, equal_nan=True)
+    assert np.array_equal(own.segments, segments)
+    with pytest.raises(TraceError, match=r"logprobs are float64 of shape \[11\], expected floats"):
+        batch.to_traces(logprobs=trainer[1:])
+    trainer[5] = np.nan
+    with pytest.raises(TraceError, match="token 5: log-probability nan"):
+        batch.to_traces(logprobs=trainer)
