@@ -8,6 +8,7 @@ routing natively), c, where there is one, the trainer under replay. `Comparison.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,17 +70,23 @@ class Comparison:
         Raises TraceError, naming rollout and token, if they are not of the same tokens, and for
         other routers.
         """
-        where = f"rollout {a.rollout_id}"
         for side, trace in (("first", a), ("second", b), ("third", c)):
-            if trace is None:
+            if trace is None and side == "third":
                 continue
+            if not isinstance(trace, RoutingTrace):
+                raise TraceError(
+                    f"the {side} side is {reprlib.repr(trace)}, expected a RoutingTrace"
+                )
             if trace.spec != self.spec:
                 raise TraceError(
-                    f"{where}: the {side} side has the routers {trace.spec}, expected {self.spec}"
+                    f"rollout {trace.rollout_id}: the {side} side has the routers {trace.spec}, "
+                    f"expected {self.spec}"
                 )
             check_same_tokens(side, trace, a)
         if self._has_replay not in (None, c is not None):
-            raise TraceError(f"{where}: a third side in some rollouts, expected it in all or none")
+            raise TraceError(
+                f"rollout {a.rollout_id}: a third side in some rollouts, expected it in all or none"
+            )
         self._has_replay = c is not None
         self._waiting.append((a, b, c))
         self._waiting_tokens += a.num_tokens
@@ -223,7 +230,12 @@ class _Side:
         )
         self.sampled |= bool(sampled.any())
         self.mismatch += LogprobMismatch.of(
-            b.logprobs, a.logprobs, cu_seqlens=a.cu_seqlens, mask=sampled, clip=self._clip
+            b.logprobs,
+            a.logprobs,
+            cu_seqlens=a.cu_seqlens,
+            mask=sampled,
+            clip=self._clip,
+            names=a.rollout_ids,
         )
         sides = Sides(
             cu_seqlens=a.cu_seqlens,

@@ -14,6 +14,7 @@ Counts add up (`+`) over batches, ranks and steps, and do not show how they were
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from r3.quantiles import Quantiles
 from r3.spec import RouterSpec
 
 _MOST_SWAPS = 50  # shown
+_MOST_LOADS = 1 << 17  # layers times experts of which each one's load is shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,16 +87,24 @@ class RoutingDisagreement:
         Raises TraceError for shapes that do not fit the spec and each other, and for rows that
         are no sets of experts.
         """
+        if not isinstance(valid, np.ndarray) or valid.ndim != 1 or valid.dtype != bool:
+            raise TraceError(f"valid is {reprlib.repr(valid)}, expected a bool array [rows]")
         for name, ids in (("first routing", a), ("second routing", b)):
+            if not isinstance(ids, np.ndarray):
+                raise TraceError(f"{name} is a {type(ids).__name__}, expected a numpy array")
             check_shape_and_range(ids, valid, spec, name)
             check_distinct(ids, valid, spec, name)
         if cu_seqlens is not None:
+            cu_seqlens = np.asarray(cu_seqlens)
             check_cu_seqlens(cu_seqlens, len(valid))
-        if margins is not None and margins.shape != (len(valid), len(spec.moe_layers)):
-            raise TraceError(
-                f"margins have shape {list(margins.shape)}, expected [rows={len(valid)}, "
-                f"MoE layers={len(spec.moe_layers)}]"
-            )
+        if margins is not None:
+            if margins.shape != (len(valid), len(spec.moe_layers)):
+                raise TraceError(
+                    f"margins have shape {list(margins.shape)}, expected [rows={len(valid)}, "
+                    f"MoE layers={len(spec.moe_layers)}]"
+                )
+            if (margins < 0).any():
+                raise TraceError(f"a margin is {np.nanmin(margins)}, expected 0 or more, or NaN")
         a, b = (ids.astype(spec.dtype, copy=False) for ids in (a, b))
         found = Differences.between(a, b, valid, spec)
         return cls.of(found, a, b, cu_seqlens, margins, ordered)
@@ -250,8 +260,8 @@ class RoutingDisagreement:
                 "cells": self.margins[0].tolist(),
                 "differing": self.margins[1].tolist(),
             },
-            "load_a": self.load_a.tolist(),
-            "load_b": self.load_b.tolist(),
+            "load_a": self.load_a.tolist() if self.load_a.size <= _MOST_LOADS else None,
+            "load_b": self.load_b.tolist() if self.load_b.size <= _MOST_LOADS else None,
             "swaps": [
                 {"layer": self.spec.moe_layers[i], "from": x, "to": y, "cells": n}
                 for i, x, y, n in self.swaps.most_frequent(_MOST_SWAPS)

@@ -121,15 +121,13 @@ def _cause(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
         return
     if not shares or shares["kl_share_differing"] is None:
         block = d["mismatch"]["native"]
-        same = block is not None and block["metrics"]["abs_logratio_max"] == 0
-        yield Finding(
-            "notice",
-            "Engine and trainer route differently",
-            routed + ("; their log-probabilities are the same" if same else ""),
-            "how log-probabilities can be the same where routes are not"
-            if same
-            else "whether it matters only log-probabilities of both sides can tell",
-        )
+        more, look_at = "", "whether it matters only log-probabilities of both sides can tell"
+        if block and block["metrics"]["abs_logratio_max"] == 0:
+            more = "; their log-probabilities are the same"
+            look_at = "how log-probabilities can be the same where routes are not"
+        elif block:
+            more, look_at = "; the KL is beyond float64", "the worst tokens"
+        yield Finding("notice", "Engine and trainer route differently", routed + more, look_at)
         return
     held, of = shares["kl_share_differing"], shares["token_share_differing"]
     text = (
@@ -207,11 +205,12 @@ def _odd(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
     modes = [
         x for x, _ in ((d["files"].get("a") or {}).get("provenance") or {}).get("logprobs_mode", [])
     ]
-    if any(str(mode).startswith("raw") for mode in modes):
+    raw = [str(mode) for mode in modes if str(mode).startswith("raw")]
+    if raw:
         yield Finding(
             "notice",
             "The engine reported other log-probabilities than it sampled from",
-            f"logprobs_mode is {modes[0]}",
+            f"logprobs_mode is {raw[0]}",
             'vLLM\'s logprobs_mode="processed_logprobs"',
         )
 
@@ -228,6 +227,20 @@ def _lost(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
                 f"{lost:,} rows ({_percent(share)}) have no route on one side and count nowhere",
                 "`r3 inspect` on both files; prefix caching, KV from elsewhere, preemption",
             )
+        if not found["rows"] and not lost:
+            yield Finding("notice", "No routing could be compared", "no rollout has a row")
+    bare = {
+        f["name"]: f["rollouts"] - f["with_logprobs"]
+        for f in d["files"].values()
+        if f and f["with_logprobs"] < f["rollouts"]
+    }
+    if bare:
+        counts = ", ".join(f"{n:,} of {name}" for name, n in bare.items())
+        yield Finding(
+            "notice",
+            "Rollouts without log-probabilities",
+            f"{counts}; of these only routing was compared",
+        )
     pairs = d.get("pairs") or {}
     lacking = {
         "only in the first file": pairs.get("only_a"),

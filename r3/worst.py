@@ -1,12 +1,14 @@
 """The rollouts and tokens in which engine and trainer are furthest apart, with their context.
 
 Means and tails say that a run is in danger, these say where. A rollout ranks by its part of the
-whole KL, the sum of r - 1 - log r over its tokens, as that is what would have to be removed;
-without log-probabilities by its differing cells. Tokens rank by |log r|.
+whole KL, the sum of r - 1 - log r over its tokens, as that is what would have to be removed; those
+without any, for lack of log-probabilities say, behind them by their differing cells. Tokens rank by
+|log r|. Equals rank by name and position, so that the order of rollouts does not matter.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,36 +50,38 @@ class Worst:
     """The worst rollouts and tokens of all batches that were added; bounded."""
 
     def __init__(self) -> None:
-        self._rollouts: list[tuple[float, str, dict[str, Any]]] = []
-        self._tokens: list[tuple[float, str, dict[str, Any]]] = []
+        self._rollouts: list[tuple[tuple[float, float, str], dict[str, Any]]] = []
+        self._tokens: list[tuple[tuple[float, str, int], dict[str, Any]]] = []
 
     def add(self, view: TokenView) -> None:
         batch = view.batch
         starts = batch.cu_seqlens[:-1]
         with np.errstate(over="ignore"):
             k3 = np.nan_to_num(np.expm1(view.native) - view.native, nan=0.0, posinf=np.inf)
-        scores = np.add.reduceat(k3, starts)
-        if not np.isfinite(view.native).any():
-            scores = np.add.reduceat(np.nan_to_num(view.layers), starts)
-        # stable, so that it does not depend on how rollouts were batched
-        for i in np.argsort(-scores, kind="stable")[:MOST_ROLLOUTS]:
-            if scores[i] > 0:
-                name = str(batch.rollout_ids[i])
-                self._rollouts.append((-float(scores[i]), name, describe_rollout(view, int(i))))
-        self._rollouts = sorted(self._rollouts, key=lambda x: x[:2])[:MOST_ROLLOUTS]
+        kl, layers = (np.add.reduceat(x, starts) for x in (k3, np.nan_to_num(view.layers)))
+        ranks = [
+            ((-k, -n, str(batch.rollout_ids[i])), i)
+            for i, (k, n) in enumerate(zip(kl.tolist(), layers.tolist(), strict=True))
+            if k > 0 or n > 0
+        ]
+        for rank, i in heapq.nsmallest(MOST_ROLLOUTS, ranks):
+            self._rollouts.append((rank, describe_rollout(view, i)))
+        self._rollouts = sorted(self._rollouts, key=lambda x: x[0])[:MOST_ROLLOUTS]
 
         far = np.nan_to_num(np.abs(view.native), nan=0.0)
-        for at in np.argsort(-far, kind="stable")[:MOST_TOKENS]:
-            if far[at] > 0:
-                entry = _token(view, int(at))
-                key = f"{entry['id']} {entry['position']:012}"
-                self._tokens.append((-float(far[at]), key, entry))
-        self._tokens = sorted(self._tokens, key=lambda x: x[:2])[:MOST_TOKENS]
+        least = np.partition(far, -MOST_TOKENS)[-MOST_TOKENS] if len(far) > MOST_TOKENS else 0.0
+        places = []
+        for at in np.flatnonzero((far >= least) & (far > 0)).tolist():
+            name, position = batch.locate(at)
+            places.append(((-float(far[at]), str(name), position), at))
+        for place, at in heapq.nsmallest(MOST_TOKENS, places):
+            self._tokens.append((place, _token(view, at)))
+        self._tokens = sorted(self._tokens, key=lambda x: x[0])[:MOST_TOKENS]
 
     def to_dict(self, texts: Texts | None = None) -> dict[str, Any]:
         """The block "worst" of a comparison. texts: what tokens say, None where not known."""
-        rollouts = [dict(entry) for _, _, entry in self._rollouts]
-        tokens = [dict(entry) for _, _, entry in self._tokens]
+        rollouts = [dict(entry) for _, entry in self._rollouts]
+        tokens = [dict(entry) for _, entry in self._tokens]
         for entry in rollouts:
             ids = entry["excerpt"]["token_ids"]
             entry["excerpt"] = entry["excerpt"] | {"text": texts(ids) if texts else None}

@@ -517,44 +517,81 @@ def _verdict(replay: bool, logprobs: bool) -> dict[str, Any]:
 
 
 def step_records(steps: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Records of the monitor: a run whose mismatch grows, with a change of dtype half way."""
+    """Records of the monitor: a run whose mismatch grows, with a change of dtype half way.
+
+    Alerts: F(2) from where it passes 0.03, sequences' ESS from where it is below 0.5, and one
+    about the change, of no figure.
+    """
     rng = np.random.default_rng(seed)
     records = []
     for k in range(steps):
         grow = math.exp(3 * k / max(steps, 1)) * (1 + 0.1 * rng.standard_normal())
-        extreme = 2e-4 * grow**2
+        extreme, ess = 2e-4 * grow**2, 1 / (1 + 0.1 * grow**2)
+        changed = steps > 1 and k == steps // 2
         alerts = []
         if extreme > 0.03:
-            alerts.append(
-                {
-                    "name": "extreme_2",
-                    "level": "bad",
-                    "value": extreme,
-                    "limit": 0.03,
-                    "message": "F(2) is above its limit: tokens far off their probability.",
-                    "look_at": "tokens",
-                }
-            )
+            text = f"F(2) is {extreme:.3g}, above 0.03"
+            alerts.append(_alert("extreme_2", "bad", "routing/extreme_2", extreme, 0.03, text))
+        if ess < 0.5:
+            text = f"effective sample size is {ess:.3g}, below 0.5"
+            alerts.append(_alert("ess_sequence", "notice", "routing/ess_sequence", ess, 0.5, text))
+        if changed:
+            text = "changed: engine.dtype: 'bfloat16' -> 'float8'"
+            alerts.append(_alert("environment", "notice", None, None, None, text))
         records.append(
             {
                 "step": k,
                 "time": 1_760_000_000 + 90 * k,
                 "metrics": {
+                    "routing/tokens": 3000,
                     "rollout_corr/k3_kl": 1.5e-3 * grow,
                     "routing/cell_disagreement_free": min(0.9, 0.06 * grow**0.2),
-                    "routing/cell_disagreement_forced": 0.0,
+                    "routing/token_disagreement_free": min(0.99, 0.4 * grow**0.2),
                     "routing/abs_logratio_p99": 0.1 * grow,
+                    "routing/abs_logratio_p999": 0.3 * grow,
                     "routing/abs_logratio_max": 0.9 * grow,
                     "routing/extreme_2": extreme,
                     "routing/ess": 1 / (1 + 0.01 * grow**2),
+                    "routing/ess_sequence": ess,
+                    "routing/outside_topk_experts_forced": 0.004 * grow**0.2,
+                    "routing/outside_topk_experts_free": 0.006 * grow**0.2,
+                    "routing/weight_lag_mean": 0.5 + k / max(steps, 1),
+                    "routing/weight_lag_max": 1 + k // 10,
                 },
-                "slices": {},
+                "slices": {
+                    "length": {
+                        "64-127": _step_slice(1000, 1e-3 * grow),
+                        "128-255": _step_slice(2000, 1.75e-3 * grow),
+                    },
+                    "turn": {"0": _step_slice(3000, 1.5e-3 * grow), "1": _step_slice(0, None)},
+                },
                 "alerts": alerts,
                 "environment": {"engine.dtype": "bfloat16"},
-                "changes": {"engine.dtype": ["bfloat16", "float8"]} if k == steps // 2 else {},
+                "changes": {"engine.dtype": ["bfloat16", "float8"]} if changed else {},
             }
         )
     return records
+
+
+def _alert(
+    name: str, level: str, figure: str | None, value: float | None, limit: float | None, text: str
+) -> dict[str, Any]:
+    found = {"name": name, "level": level, "figure": figure, "value": value, "limit": limit}
+    return found | {"message": text, "look_at": "the same figure by slice; the worst tokens"}
+
+
+def _step_slice(tokens: int, kl: float | None) -> dict[str, Any]:
+    known = tokens > 0
+    return {
+        "tokens": tokens,
+        "kl_k3": kl,
+        "abs_logratio_p99": 0.1 if known else None,
+        "extreme_2": 2e-4 if known else None,
+        "ess": 0.97 if known else None,
+        "rows": tokens + 40,
+        "cell_disagreement_free": 0.0625,
+        "token_disagreement_free": 0.4,
+    }
 
 
 def only_steps(steps: int = 40) -> dict[str, Any]:

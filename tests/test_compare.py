@@ -146,6 +146,19 @@ def test_bad_input_is_one_clear_line(r3_command, captures, tmp_path):
     done = r3_command("compare", a, a, "-o", tmp_path / "no" / "folder.html")
     assert done.returncode == 2
     assert "cannot write" in done.stderr
+    for out in (a, ".", "/", ""):
+        done = r3_command("compare", a, captures / "replay.r3", "-o", out)
+        assert done.returncode == 2, out
+        assert done.stderr.count("\n") == 1
+    (tmp_path / "metrics.jsonl").touch()
+    assert_one_line_and_exit_2(r3_command("report", tmp_path), "metrics.jsonl", "no step")
+    (tmp_path / "metrics.jsonl").unlink()
+    for args in (
+        (a, "9" * 5000),
+        (a, "0", "--layers", "9" * 5000),
+        (a, "0", "--tokens", "9" * 5000),
+    ):
+        assert r3_command("show", *args).returncode == 2
     assert_one_line_and_exit_2(r3_command("report", tmp_path / "nowhere"), "nowhere")
     assert_one_line_and_exit_2(r3_command("report", tmp_path), "neither routing.r3 with native.r3")
     assert_one_line_and_exit_2(r3_command("show", a, "run/99/0/0/0"), "no rollout run/99/0/0/0")
@@ -154,6 +167,32 @@ def test_bad_input_is_one_clear_line(r3_command, captures, tmp_path):
     assert_one_line_and_exit_2(r3_command("show", a, "0", "--layers", "x"), "--layers x")
     assert_one_line_and_exit_2(r3_command("show", a, "0", "--tokens", "5"), "--tokens 5")
     assert_one_line_and_exit_2(r3_command("show", a, "nonsense"), "nonsense")
+
+
+def test_the_page_goes_where_it_is_told(r3_command, captures, tmp_path):
+    """Not in place of a link or of what is no file."""
+    target, link = tmp_path / "target.html", tmp_path / "link.html"
+    target.write_text("old")
+    link.symlink_to(target)
+    (tmp_path / "link.html.part").write_text("mine")
+    a, c = captures / "routing.r3", captures / "replay.r3"
+    assert r3_command("compare", a, c, "-o", link).returncode == 0
+    assert link.is_symlink()
+    assert target.read_text().startswith("<!doctype html>")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *("link.html", "link.html.part", "target.html")
+    ]
+    assert (tmp_path / "link.html.part").read_text() == "mine"
+    assert r3_command("compare", a, c, "-o", "/dev/null").returncode == 0
+    assert Path("/dev/null").is_char_device()
+
+
+def test_text_of_files_is_shown_as_it_is(r3_command, tmp_path):
+    traces = draw_rollout(np.random.default_rng(4), 0, sides=2, run="[bold]:warning:\x1b[31m")
+    for side in (0, 1):
+        write_shard(tmp_path / f"{side}.r3", [traces[side]])
+    done = r3_command("compare", tmp_path / "0.r3", tmp_path / "1.r3")
+    assert "[bold]:warning:\ufffd[31m/0/0/0/0" in done.stdout.replace("\n", "")
 
 
 def test_rollouts_that_only_the_third_file_lacks(captures, tmp_path):
@@ -191,9 +230,9 @@ def test_files_without_logprobs_are_compared_and_named(r3_command, tmp_path):
         write_shard(tmp_path / f"{side}.r3", [t[side] for t in rollouts])
     done = r3_command("compare", tmp_path / "0.r3", tmp_path / "1.r3")
     assert done.returncode == 0, done.stderr
-    for name in ("0.r3", "1.r3"):
-        said = f"no log-probabilities in 3 of 3 rollouts of {name}: of these only routing was"
-        assert said in " ".join(done.stdout.split())
+    assert "3 of 0.r3, 3 of 1.r3; of these only routing was compared" in " ".join(
+        done.stdout.split()
+    )
 
 
 def test_report_of_a_folder_and_of_steps_alone(r3_command, captures, tmp_path):

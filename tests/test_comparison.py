@@ -325,6 +325,23 @@ def test_rows_of_the_wrong_place_are_named():
     assert well.to_dict()["alignment"] is None
 
 
+def test_the_worst_do_not_depend_on_how_rollouts_were_batched(monkeypatch):
+    """Some rollouts without log-probabilities, and more equal ones than are kept."""
+    rollouts = [
+        [a, b if i % 2 else without_logprobs(b), c] for i, (a, b, c) in enumerate(draw(10, 30))
+    ]
+    twins = [draw_rollout(np.random.default_rng(11), 1, run=f"twin{i:02}") for i in range(30)]
+    found = []
+    for size in (1, 150, 1 << 20):
+        monkeypatch.setattr(r3.comparison, "_TOKENS", size)
+        for some in (rollouts, twins, rollouts + twins, (rollouts + twins)[::-1]):
+            found.append(compare(some)["worst"])
+    for k in range(4):
+        assert json.dumps(found[k]) == json.dumps(found[k + 4]) == json.dumps(found[k + 8])
+    assert json.dumps(found[2]) == json.dumps(found[3])
+    assert len(found[1]["rollouts"]) == 20
+
+
 @pytest.mark.parametrize("shift", [-1, 0, 1])
 def test_log_probabilities_of_a_neighbour_are_named(shift):
     """Shifted by one, as a gather over the wrong ids or logits gives them."""
@@ -373,6 +390,8 @@ def test_other_tokens_and_routers_are_refused():
         comparison.add(a, short)
     with pytest.raises(TraceError, match="the first side has the routers"):
         Comparison(RouterSpec(9, 2, (1, 2, 4), 5)).add(a, b)
+    with pytest.raises(TraceError, match="the second side is None, expected a RoutingTrace"):
+        comparison.add(a, None)
     comparison.add(a, b)
     with pytest.raises(TraceError, match="third side in some rollouts"):
         comparison.add(a, b, b)

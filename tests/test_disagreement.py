@@ -281,6 +281,13 @@ def test_inputs_that_do_not_fit_are_refused():
         RoutingDisagreement.between(a, a, every, SPEC, margins=np.zeros((4, 2)))
     with pytest.raises(TraceError, match="cu_seqlens"):
         RoutingDisagreement.between(a, a, every, SPEC, cu_seqlens=np.array([0, 3]))
+    for wrong in (np.ones(4, np.int64), [True] * 4, np.ones((4, 1), bool)):
+        with pytest.raises(TraceError, match="expected a bool array"):
+            RoutingDisagreement.between(a, a, wrong, SPEC)
+    with pytest.raises(TraceError, match="second routing is a list, expected a numpy array"):
+        RoutingDisagreement.between(a, a.tolist(), every, SPEC)
+    with pytest.raises(TraceError, match=r"a margin is -1.0, expected 0 or more"):
+        RoutingDisagreement.between(a, a, every, SPEC, margins=np.full((4, 3), -1.0))
     other = RouterSpec(8, 2, (0, 1, 2), 4)
     d = RoutingDisagreement.between(a, a, every, SPEC)
     with pytest.raises(TraceError, match="cannot add"):

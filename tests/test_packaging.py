@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PROBE = (
-    "import r3, r3.storage, r3.engine_hooks, r3.trainer_hooks, r3.cli; print(r3.storage.__file__)"
-)
+PROBE = """
+from importlib.resources import files
+import r3, r3.storage, r3.engine_hooks, r3.trainer_hooks, r3.cli, r3.page
+for kind in ("html", "css", "js"):
+    files("r3.page").joinpath(f"page.{kind}").read_text()
+print(r3.storage.__file__)
+"""
 
 
 def _python(code: str, cwd: Path, python: str = sys.executable, **env: str) -> str:

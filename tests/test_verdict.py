@@ -27,9 +27,13 @@ def mismatch(**changes: Any) -> dict[str, Any]:
     return {"metrics": GOOD_METRICS | changes, "left_out": {}, "examples": []}
 
 
+def file(name: str) -> dict[str, Any]:
+    return {"name": f"{name}.r3", "rollouts": 10, "with_logprobs": 10, "provenance": {}}
+
+
 def healthy() -> dict[str, Any]:
     return {
-        "files": {"a": {"provenance": {}}, "b": {"provenance": {}}, "c": None},
+        "files": {side: file(side) for side in "abc"},
         "pairs": {"rollouts": 10, "only_a": 0, "only_b": 0},
         "routing": {"native": ROUTING, "replay": SAME},
         "mismatch": {"native": mismatch(extreme_2=0.5), "replay": mismatch()},
@@ -132,10 +136,12 @@ def test_a_healthy_run_with_replay():
             "Left out, replay: 3 trainer nan",
         ),
         (
-            lambda d: d["files"]["a"]["provenance"].update(logprobs_mode=[["raw_logprobs", 9]]),
+            lambda d: d["files"]["a"]["provenance"].update(
+                logprobs_mode=[["processed_logprobs", 9], ["raw_logprobs", 1]]
+            ),
             "The engine reported other log-probabilities than it sampled from",
             "notice",
-            "raw_logprobs",
+            "is raw_logprobs",
         ),
         (
             lambda d: d["routing"].update(native=ROUTING | {"rows_left_out": 100}),
@@ -148,6 +154,18 @@ def test_a_healthy_run_with_replay():
             "Rows without a route",
             "bad",
             "100 rows (100 %)",
+        ),
+        (
+            lambda d: d["files"]["b"].update(with_logprobs=7),
+            "Rollouts without log-probabilities",
+            "notice",
+            "3 of b.r3",
+        ),
+        (
+            lambda d: d["routing"].update(native=ROUTING | {"rows": 0}),
+            "No routing could be compared",
+            "notice",
+            "no rollout has a row",
         ),
         (
             lambda d: d["pairs"].update(only_a=2, only_b=1),

@@ -20,7 +20,7 @@ import click
 
 import r3
 from r3.cli.isolate import StageError
-from r3.cli.text import write_text
+from r3.cli.text import is_one_of, write_text
 from r3.errors import R3Error
 
 _PATH = click.Path(path_type=Path)
@@ -80,7 +80,7 @@ def inspect(file: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(summary, indent=2))
     else:
-        render(summary, Console())
+        render(summary, Console(emoji=False))
     sys.stdout.flush()  # here, where a full disk can still be reported
 
 
@@ -121,6 +121,8 @@ def compare(
     from r3.cli.compare import compare_files, render, token_texts
     from r3.page import render_page
 
+    if out and is_one_of(out, (a, b, replay)):
+        raise click.UsageError(f"--out {out}: is one of the files that are compared")
     texts = token_texts(tokenizer) if tokenizer else None
     with _reading() as show:
         document = compare_files(a, b, replay, ordered=ordered, texts=texts, on_progress=show)
@@ -129,7 +131,7 @@ def compare(
     if as_json:
         click.echo(json.dumps(document))
     else:
-        render(document, Console())
+        render(document, Console(emoji=False))
         if out:
             click.echo(f"\nwrote {_plain(str(out))}")
     sys.stdout.flush()
@@ -153,9 +155,11 @@ def report(run: Path, out: Path, as_json: bool, tokenizer: Path | None) -> None:
     from rich.console import Console
 
     from r3.cli.compare import render_verdict, token_texts
-    from r3.cli.run import read_run
+    from r3.cli.run import RUN_FILES, read_run
     from r3.page import render_page
 
+    if is_one_of(out, (run, *(run / name for name in RUN_FILES))):
+        raise click.UsageError(f"--out {out}: is one of the run's files")
     texts = token_texts(tokenizer) if tokenizer else None
     with _reading() as show:
         document = read_run(run, texts=texts, on_progress=show)
@@ -163,7 +167,7 @@ def report(run: Path, out: Path, as_json: bool, tokenizer: Path | None) -> None:
     if as_json:
         click.echo(json.dumps(document))
     else:
-        render_verdict(document, Console())
+        render_verdict(document, Console(emoji=False))
         click.echo(f"\nwrote {_plain(str(out))}")
     sys.stdout.flush()
     sys.exit(1 if document["verdict"]["level"] == "bad" else 0)
@@ -206,7 +210,7 @@ def show(
     if as_json:
         click.echo(json.dumps(document))
     else:
-        render(document, Console())
+        render(document, Console(emoji=False))
     sys.stdout.flush()
 
 
@@ -214,16 +218,20 @@ def _span(text: str | None) -> slice | None:
     if text is None:
         return None
     parts = text.split(":")
-    if len(parts) != 2 or not all(p == "" or (p.isascii() and p.isdigit()) for p in parts):
+    if len(parts) != 2 or not all(p == "" or _is_number(p) for p in parts):
         raise click.UsageError(f"--tokens {text:.100}: expected FROM:TO, positions from 0")
     return slice(*(int(p) if p else None for p in parts))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 19
 
 
 def _numbers(text: str | None) -> list[int] | None:
     if text is None:
         return None
     parts = text.split(",")
-    if not all(p.isascii() and p.isdigit() for p in parts):
+    if not all(map(_is_number, parts)):
         raise click.UsageError(f"--layers {text:.100}: expected layer numbers from 0, as in 0,12")
     return [int(p) for p in parts]
 
@@ -234,7 +242,7 @@ def _reading() -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading rollouts", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -320,12 +328,12 @@ def doctor(model: str | None, pairs: tuple[str, ...], as_json: bool) -> None:
     if pairs and not model:
         raise click.UsageError("--vllm-arg needs a MODEL")
     settings = _settings(pairs)
-    with Console(stderr=True).status("asking vLLM"):
+    with Console(stderr=True, emoji=False).status("asking vLLM"):
         report = diagnose(model, settings)
     if as_json:
         click.echo(json.dumps(report, indent=2))
     else:
-        render(report, Console())
+        render(report, Console(emoji=False))
     sys.stdout.flush()
     sys.exit(0 if report["ok"] else 1)
 

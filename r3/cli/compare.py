@@ -271,13 +271,6 @@ def _rows(d: dict[str, Any], sides: list[str]) -> Iterator[list[str]]:
 
 
 def _places(d: dict[str, Any]) -> Iterator[str]:
-    for file in d["files"].values():
-        if file and file["with_logprobs"] < file["rollouts"]:
-            lacking = file["rollouts"] - file["with_logprobs"]
-            yield (
-                f"no log-probabilities in {lacking:,} of {file['rollouts']:,} rollouts of "
-                f"{printable(file['name'])}: of these only routing was compared"
-            )
     layers = d["routing"]["native"]["layers"]
     worst = sorted(layers, key=lambda x: -(x["cell_disagreement"] or 0))[:5]
     shown = ", ".join(f"{x['layer']} {_shown(x['cell_disagreement'], '{:.2%}')}" for x in worst)

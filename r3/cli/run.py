@@ -14,7 +14,8 @@ from r3.verdict import judge
 from r3.worst import Texts
 
 ENGINE, NATIVE, REPLAY, METRICS = "routing.r3", "native.r3", "replay.r3", "metrics.jsonl"
-_STEPS = 2000  # the last ones are shown
+RUN_FILES = (ENGINE, NATIVE, REPLAY, METRICS)
+_STEPS = 500  # the last ones are shown
 
 
 def read_run(
@@ -45,11 +46,12 @@ def read_run(
         )
     else:
         document = _no_comparison()
-    steps = read_metrics(metrics) if metrics.exists() or not path.is_dir() else []
+    steps = read_metrics(metrics, last=_STEPS) if metrics.exists() or not path.is_dir() else []
     if steps:
-        document |= plain(_of_steps(steps[-_STEPS:]))
-        document["verdict"] = judge(document)
-    return document
+        document |= plain(_of_steps(steps))
+    elif not document["routing"]["native"]:
+        raise R3Error(f"{metrics}: no step is recorded in it")
+    return document | {"verdict": judge(document)}
 
 
 def _no_comparison() -> dict[str, Any]:
@@ -73,8 +75,9 @@ def _no_comparison() -> dict[str, Any]:
 
 
 def _of_steps(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    few = ("step", "time", "metrics", "alerts", "changes")  # of all but the last
     return {
-        "steps": steps,
+        "steps": [*({k: s[k] for k in few if k in s} for s in steps[:-1]), steps[-1]],
         "alerts": [a | {"step": s["step"]} for s in steps for a in s.get("alerts") or ()],
         "outside_topk": _outside_topk(steps),
     }

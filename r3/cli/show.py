@@ -116,7 +116,7 @@ def render(document: dict[str, Any], console: Console) -> None:
 
 
 def _find(shard: ShardReader, rollout: str) -> RoutingTrace:
-    if rollout.isascii() and rollout.isdigit():
+    if rollout.isascii() and rollout.isdigit() and len(rollout) < 19:
         if int(rollout) >= len(shard):
             raise TraceError(
                 f"{shard.path}: record {rollout}, expected one of {len(shard)} records"

@@ -12,10 +12,11 @@ from importlib.resources import files
 from typing import Any
 
 from r3.errors import MissingDependencyError
-from r3.page import experts, heatmap, overview, routing, steps, tokens
+from r3.page import experts, glossary, heatmap, overview, routing, slices, steps, tokens
 from r3.page.numbers import number, share, visible
 from r3.page.reach import at, mapping, records
-from r3.page.words import SECTIONS, TERMS
+from r3.page.theme import without_light_dark
+from r3.page.words import TERMS
 from r3.plain import plain
 
 __all__ = ["render_page"]
@@ -52,7 +53,7 @@ def render_page(data: Mapping[str, Any]) -> str:
     template = environment.from_string(here.joinpath("page.html").read_text(encoding="utf-8"))
     page = template.render(
         **_context(data),
-        css=Markup(here.joinpath("page.css").read_text(encoding="utf-8")),
+        css=Markup(without_light_dark(here.joinpath("page.css").read_text(encoding="utf-8"))),
         js=Markup(here.joinpath("page.js").read_text(encoding="utf-8")),
         document=Markup(_embedded(data)),
     )
@@ -80,7 +81,7 @@ def _context(data: Mapping[str, Any]) -> dict[str, Any]:
         "tails": tokens.tails(data),
         "attribution": tokens.attribution(data),
         "probability": tokens.probability(data),
-        "slices": tokens.slices(data),
+        "slices": slices.slices(data),
         "rollouts": tokens.rollouts(data),
         "tokens": tokens.worst_tokens(data),
         "has": {
@@ -92,9 +93,11 @@ def _context(data: Mapping[str, Any]) -> dict[str, Any]:
             for side in overview.SIDES
         },
         "compared": _compared(data),
-        "terms": TERMS,
-        "titles": SECTIONS,
+        "terms": glossary.terms(data),
+        "outside_means": TERMS["outside_topk"][1],
+        "titles": glossary.titles(data),
     }
+    context["replay"] = any(sides["replay"] for sides in context["has"].values())
     present = {
         "figures": any(x for sides in context["has"].values() for x in sides.values()),
         "steps": context["steps"],
@@ -111,7 +114,12 @@ def _context(data: Mapping[str, Any]) -> dict[str, Any]:
         "sources": True,
         "reading": True,
     }
-    return context | {"present": {k: bool(v) for k, v in present.items()}}
+    order = list(present)
+    trend = bool(context["steps"]) and context["steps"]["count"] > 1
+    if not trend:  # what was compared comes first
+        order.remove("steps")
+        order.insert(order.index("tokens") + 1, "steps")
+    return context | {"trend": trend, "present": {k: bool(present[k]) for k in order}}
 
 
 def _compared(data: Mapping[str, Any]) -> list[str]:

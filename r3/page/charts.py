@@ -88,8 +88,8 @@ def line_chart(
                     fontsize=8.5,
                     color=VARIABLES["muted"],
                 )
-        _label(axes, x, y, log, percent, integer_x)
-        _head(axes, len(drawn), words)
+        _label(axes, x, log, percent, integer_x)
+        _head(axes, y + (" (%)" if "y" in percent else ""), len(drawn), words)
 
     return write_svg(name, paint, size, _room(len(drawn), words))
 
@@ -175,14 +175,14 @@ def bar_chart(
             axes.set_ylim(floor, max(10.0, 1.7 * top))
         else:
             _from_zero(axes, [v for _, ys in drawn for v in ys])
-        _label(axes, x, y, "y" if counts else "", percent, False)
+        _label(axes, x, "y" if counts else "", percent, False)
         # as many as can be read
         every = math.ceil((max(map(len, categories)) + 1.5) * _LETTER / slot)
         every = max(every, math.ceil(len(categories) / 16))
         axes.set_xticks(range(0, len(categories), every), [_plain(c) for c in categories[::every]])
         axes.set_xlim(-0.6, len(categories) - 0.4)
         axes.grid(visible=False, axis="x")
-        _head(axes, len(drawn), 0)
+        _head(axes, y + (" (%)" if "y" in percent else ""), len(drawn), 0)
 
     return write_svg(name, paint, size, _room(len(drawn), 0))
 
@@ -203,9 +203,8 @@ def _logarithmic(axes: Any, letter: str, axis: Any, values: list[float]) -> None
     if high < 10 * low:
         low, high = _round(low * 0.999, math.floor), _round(high * 1.001, math.ceil)
     else:
-        low, high = low / 1.15, high * 1.15
-    # "clip" keeps what the limits leave out from being masked
-    (axes.set_xscale if letter == "x" else axes.set_yscale)("log", nonpositive="clip")
+        low, high = low / 1.15, min(high * 1.15, 1e300)
+    (axes.set_xscale if letter == "x" else axes.set_yscale)("log")
     (axes.set_xlim if letter == "x" else axes.set_ylim)(low, high)
     near = high < 100 * low
     axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if near else (1,), numticks=7))
@@ -233,12 +232,10 @@ def _points(one: Series, log: str, percent: str) -> tuple[list[float], list[floa
     return xs, ys
 
 
-def _label(axes: Any, x: str, y: str, log: str, percent: str, integer_x: bool) -> None:
+def _label(axes: Any, x: str, log: str, percent: str, integer_x: bool) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
     axes.set_xlabel(x + (" (%)" if "x" in percent else ""))
-    # over the axis, level: read without turning the head
-    axes.set_title(_plain(y) + (" (%)" if "y" in percent else ""), loc="left", fontsize=10)
     for letter, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
         if letter in log:
             axis.set_major_formatter(FuncFormatter(_power))
@@ -249,10 +246,12 @@ def _label(axes: Any, x: str, y: str, log: str, percent: str, integer_x: bool) -
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
 
 
-def _head(axes: Any, drawn: int, words: int) -> None:
+def _head(axes: Any, title: str, drawn: int, words: int) -> None:
     """From the plot upwards: words of lines, the legend, the title; nothing over the lines."""
+    # the y axis's name, level: read without turning the head
+    axes.set_title(_plain(title), loc="left", pad=_pad(drawn, words), fontsize=10)
     if drawn > 1:
-        high = axes.get_position().height * axes.figure.get_figheight() * 72  # not yet adjusted
+        high = axes.get_position().height * axes.figure.get_figheight() * 72  # points
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 1 + (words + 1) / high),
@@ -262,7 +261,6 @@ def _head(axes: Any, drawn: int, words: int) -> None:
             columnspacing=1.4,
             fontsize=9,
         )
-    axes.set_title(axes.get_title(loc="left"), loc="left", pad=_pad(drawn, words), fontsize=10)
 
 
 def _pad(drawn: int, words: int) -> int:

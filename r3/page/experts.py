@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +19,17 @@ _SIDES = (("load_a", "engine", "ink"), ("load_b", "trainer, native", "native"))
 class Load:
     """Load of each expert in one layer, for the chart that the script redraws for other layers.
 
-    index: of the layer in the document. paths: SVG path of each side in a box of experts x 100;
-    top: load over the mean that the box's upper edge stands for.
+    index: of the layer in the document. paths: SVG path of each side in a box of experts x 100.
+    ticks: (height in the box, share of the layer's choices). even: height and share of a uniform
+    load.
     """
 
     index: int
     layers: list[Any]
     experts: int
     paths: dict[str, str]
-    top: float
+    ticks: list[tuple[str, str]]
+    even: tuple[str, str]
     summary: str
 
 
@@ -101,7 +104,10 @@ def load(data: Mapping[str, Any]) -> Load | None:
         f"{_busiest(both[k][1])} (trainer), up to {number(top)} times the mean; "
         f"{share(_apart(*both[k]))} of the load moved."
     )
-    return Load(k, layers, len(both[k][0]), paths, top, said)
+    experts = len(both[k][0])
+    ticks = [(_height(t * experts, top), f"{100 * t:.6g}\u00a0%") for t in _ticks(top / experts)]
+    even = (_height(1, top), share(1 / experts))
+    return Load(k, layers, experts, paths, ticks, even, said)
 
 
 def _load(data: Mapping[str, Any], key: str, k: int) -> list[float]:
@@ -122,4 +128,16 @@ def _apart(a: list[float], b: list[float]) -> float | None:
 
 def _path(load: list[float], top: float) -> str:
     """A step line over experts; the script draws the same for other layers."""
-    return "M0 100" + "".join(f"V{100 - 96 * v / top:.1f}h1" for v in load) + "V100"
+    return "M0 100" + "".join(f"V{_height(v, top)}h1" for v in load) + "V100"
+
+
+def _height(load: float, top: float) -> str:
+    """Where in the box a load over the mean stands, from above; `top` is the largest."""
+    return f"{100 - 96 * load / top:.1f}"
+
+
+def _ticks(top: float) -> list[float]:
+    """Round numbers from 0 to `top`, three or four; the script finds the same."""
+    unit = 10.0 ** math.floor(math.log10(top / 3))
+    step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= top / 3.5)
+    return [i * step for i in range(int(top / step) + 1)]

@@ -56,7 +56,7 @@ def look_at(target: Any) -> dict[str, Any]:
     if not target:
         return {"anchor": None, "look_at": None}
     name = str(target).removeprefix("#")
-    return {"anchor": name if name in SECTIONS else None, "look_at": SECTIONS.get(name, target)}
+    return {"anchor": name if name in SECTIONS else None, "look_at": target}
 
 
 def figures(data: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -215,6 +215,12 @@
     $("load-choice").hidden = false;
     const loads = (key, k) => list(at(data, "routing", "native", key, k)).map((x) => (finite(x) ? x : 0));
     const sum = (x) => x.reduce((a, b) => a + b, 0);
+    const height = (v, top) => (100 - (96 * v) / top).toFixed(1);
+    const ticks = (top) => {
+      const unit = 10 ** Math.floor(Math.log10(top / 3));
+      const step = [1, 2, 5, 10].map((m) => m * unit).find((s) => s >= top / 3.5);
+      return Array.from({ length: Math.floor(top / step) + 1 }, (_, i) => i * step);
+    };
     layer.addEventListener("change", () => {
       const k = Number(layer.value);
       const both = ["load_a", "load_b"].map((key) => loads(key, k));
@@ -223,9 +229,18 @@
       const busiest = parts.map((x) => x.indexOf(Math.max(...x)));
       const apart = sum(parts[0].map((v, i) => Math.abs(v - (parts[1][i] || 0)))) / 2 / (parts[0].length || 1);
       ["ink", "native"].forEach((css, i) => {
-        const path = "M0 100" + parts[i].map((v) => `V${(100 - (96 * v) / top).toFixed(1)}h1`).join("") + "V100";
+        const path = "M0 100" + parts[i].map((v) => `V${height(v, top)}h1`).join("") + "V100";
         document.querySelector("#load path." + css).setAttribute("d", path);
       });
+      const n = parts[0].length;
+      document.querySelector("#load .even").setAttribute("d", `M0 ${height(1, top)}H${n}`);
+      $("load-scale").replaceChildren(
+        ...ticks(top / n).map((t) => {
+          const label = make("span", "", `${Number((100 * t).toPrecision(6))}\u00a0%`);
+          label.style.top = height(t * n, top) + "%";
+          return label;
+        }),
+      );
       $("load-what").textContent =
         `Layer ${layer.selectedOptions[0].textContent}: busiest expert ${busiest[0]} (engine) and ` +
         `${busiest[1]} (trainer), up to ${number(top)} times the mean; ${share(apart)} of the load moved.`;

@@ -14,6 +14,7 @@ from r3.page.reach import aligned, at, items, mapping, records
 from r3.page.tables import Column, Figure, Table, figure, table
 
 _SIDES = ("native", "replay")
+_FEW = 10  # cells: a share of fewer says nothing
 
 
 def by_layer(data: Mapping[str, Any]) -> Figure | None:
@@ -102,50 +103,51 @@ def by_position(data: Mapping[str, Any]) -> Figure | None:
 
 def depth(data: Mapping[str, Any]) -> Figure | None:
     """How many layers differ in a token."""
-    shares: dict[str, list[float]] = {}
+    counts: dict[str, list[float]] = {}
     for side in _SIDES:
-        counts = [known(c) or 0.0 for c in items(data, "routing", side, "layers_per_token")]
-        total = sum(counts)
-        if total:
-            shares[side] = [c / total for c in counts]
-    longest = max(map(len, shares.values()), default=0)
-    # the picture ends where a thousandth of the tokens is left; the table does not
-    used = max((_reach(s) for s in shares.values()), default=0)
+        found = [known(c) or 0.0 for c in items(data, "routing", side, "layers_per_token")]
+        if any(found):
+            counts[side] = found
+    # the picture ends with the last token; the table does not
+    used = max((k + 1 for c in counts.values() for k, n in enumerate(c) if n), default=0)
     svg = bar_chart(
         "depth",
         [str(k) for k in range(used)],
-        [Series(s, s, v[:used]) for s, v in shares.items()],
+        [Series(s, s, v[:used]) for s, v in counts.items()],
         x="differing layers of a token",
-        y="tokens",
-        percent="y",
+        y="tokens, logarithmic",
+        counts=True,
     )
     numbers = table(
         "Tokens by number of differing layers",
         [
             Column("differing layers", "layers"),
-            Column("tokens, native", "native", share),
-            Column("tokens, replay", "replay", share),
+            *(
+                column
+                for s in _SIDES
+                for column in (
+                    Column(f"tokens, {s}", s, _count),
+                    Column(f"of all, {s}", f"share_{s}", share),
+                )
+            ),
         ],
         [
-            {"layers": k} | {s: v[k] for s, v in shares.items() if k < len(v)}
-            for k in range(longest)
+            {"layers": k}
+            | {s: v[k] for s, v in counts.items() if k < len(v)}
+            | {f"share_{s}": v[k] / sum(v) for s, v in counts.items() if k < len(v)}
+            for k in range(max(map(len, counts.values()), default=0))
         ],
     )
     return figure(
         svg,
-        "Share of tokens by the number of layers that differ.",
+        "Tokens by the number of layers that differ.",
         "Layers that differ tend to come together in the same tokens.",
         numbers,
     )
 
 
-def _reach(shares: list[float]) -> int:
-    left = 1.0
-    for k, v in enumerate(shares):
-        left -= v
-        if left < 1e-3:
-            return k + 1
-    return len(shares)
+def _count(value: Any) -> str:
+    return number(None if known(value) is None else int(value))
 
 
 def sequences(data: Mapping[str, Any]) -> Table | None:
@@ -173,44 +175,67 @@ def sequences(data: Mapping[str, Any]) -> Table | None:
     )
 
 
-def margins(data: Mapping[str, Any]) -> Figure | None:
-    """Cells, and those that differ, by flip margin."""
+def margins(data: Mapping[str, Any]) -> list[Figure]:
+    """Cells, and those that differ, by flip margin: their numbers, then their share."""
     block = mapping(data, "routing", "native", "margins")
     edges = items(block, "edges")
     rows = []
     for i, (cells, differing) in enumerate(
         zip(items(block, "cells"), items(block, "differing"), strict=False)
     ):
-        n, d = known(cells), known(differing)
+        n, d = known(cells) or 0.0, known(differing)
         low, high = at(edges, i), at(edges, i + 1)
-        if not n:
-            continue
         label = f"{edge(low)}–{edge(high)}" if known(high) is not None else f"over {edge(low)}"
-        rows.append({"margin": label, "cells": n, "share": None if d is None else d / n})
-    svg = bar_chart(
+        part = d / n if n and d is not None else None
+        rows.append({"margin": label, "low": edge(low), "cells": n, "differing": d, "share": part})
+    while rows and not rows[-1]["cells"]:
+        rows.pop()
+    while rows and not rows[0]["cells"]:
+        rows.pop(0)
+    names = [str(r["low"]) for r in rows]
+    sizes = bar_chart(
+        "margincells",
+        names,
+        [
+            Series("all cells", "ink", [r["cells"] for r in rows]),
+            Series("routed differently", "native", [r["differing"] for r in rows]),
+        ],
+        x="flip margin, from",
+        y="cells with this margin, logarithmic",
+        counts=True,
+    )
+    shown = [r["share"] if r["cells"] >= _FEW else None for r in rows]
+    shares = bar_chart(
         "margins",
-        [str(r["margin"]) for r in rows],
-        [Series("native", "native", [r["share"] for r in rows])],
-        x="flip margin",
-        y="cells with this margin routed differently",
+        names,
+        [Series("native", "native", shown)],
+        x="flip margin, from",
+        y="of these routed differently",
         percent="y",
     )
     numbers = table(
         "Cells by flip margin",
         [
             Column("margin", "margin"),
-            Column("cells", "cells", lambda v: number(None if v is None else int(v))),
-            Column("routed differently", "share", share),
+            Column("cells", "cells", _count),
+            Column("routed differently", "differing", _count),
+            Column("share", "share", share),
         ],
-        rows,
+        [r for r in rows if r["cells"]],
     )
-    return figure(
-        svg,
-        "Share of cells routed differently, by flip margin.",
-        "Ties and near ties flip; a set that flips with a wide margin has another cause than "
-        "rounding.",
-        numbers,
-    )
+    few = sum(0 < r["cells"] < _FEW for r in rows)
+    said = f" Left out: {few} {'margin' if few == 1 else 'margins'} of fewer than {_FEW} cells."
+    made = [
+        figure(sizes, "Cells, and those routed differently, by flip margin.", "", numbers),
+        figure(
+            shares,
+            "Share of cells routed differently, by flip margin.",
+            "Ties and near ties flip; a set that flips with a wide margin has another cause than "
+            f"rounding.{said if few else ''}",
+            None,
+        ),
+    ]
+    return [f for f in made if f]
 
 
 def swaps(data: Mapping[str, Any]) -> Table | None:

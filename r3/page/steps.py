@@ -2,40 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from r3.page.charts import Marks, Series, line_chart
+from r3.page.charts import Series, line_chart
+from r3.page.glossary import meaning
 from r3.page.numbers import known, number
 from r3.page.overview import look_at
 from r3.page.reach import at, mapping, records
 from r3.page.tables import Column, Figure, Table, figure, table
 
-# a panel: title, how the last part of its metrics' names begins, which alerts' names tell of it
-# (by a part of them), whether the values are shares
-_TRENDS: list[tuple[str, str, tuple[str, ...], bool]] = [
-    ("KL divergence (k3)", "k3_kl", ("kl", "clipped"), False),
-    ("F(2), extreme tokens", "extreme_2", ("extreme",), False),
-    ("|log-ratio|, 99th percentile and on", "abs_logratio_p99", ("tail", "p99"), False),
-    ("|log-ratio|, largest", "abs_logratio_max", ("wrong_token", "logratio_max"), False),
-    ("Effective sample size", "ess", ("ess_", "sample_size"), False),
-    ("Cells routed differently", "cell_disagreement", ("disagreement",), True),
-    ("Tokens routed differently", "token_disagreement", ("token_dis",), True),
-    ("Experts outside the trainer's top-k", "outside_topk_experts", ("outside",), True),
-    ("MaxVio", "max_vio", ("max_vio",), False),
-    ("Rows without a route", "rows_without_route", ("without_route",), True),
-    ("Lag of the weights", "weight_lag", ("lag",), False),
+# a panel: title, its lines as (recorded name, what it is called, colour), whether these are shares
+_PANELS: list[tuple[str, list[tuple[str, str, str]], bool]] = [
+    ("KL divergence (k3)", [("rollout_corr/k3_kl", "", "native")], False),
+    ("F(2), extreme tokens", [("routing/extreme_2", "", "native")], False),
+    (
+        "|log-ratio|, 0.99 and 0.999 quantile",
+        [
+            ("routing/abs_logratio_p99", "0.99", "native"),
+            ("routing/abs_logratio_p999", "0.999", "extra"),
+        ],
+        False,
+    ),
+    ("|log-ratio|, largest", [("routing/abs_logratio_max", "", "native")], False),
+    (
+        "Effective sample size",
+        [("routing/ess", "tokens", "native"), ("routing/ess_sequence", "sequences", "extra")],
+        False,
+    ),
+    (
+        "Correlation of probabilities",
+        [("training/rollout_actor_probs_pearson_corr", "", "native")],
+        False,
+    ),
+    ("Cells routed differently", [("routing/cell_disagreement_free", "", "native")], True),
+    ("Tokens routed differently", [("routing/token_disagreement_free", "", "native")], True),
+    (
+        "Experts outside the trainer's top-k",
+        [
+            ("routing/outside_topk_experts_forced", "forced", "replay"),
+            ("routing/outside_topk_experts_free", "free", "native"),
+        ],
+        True,
+    ),
+    (
+        "MaxVio",
+        [
+            ("routing/max_vio_engine", "engine", "ink"),
+            ("routing/max_vio_trainer_free", "trainer", "native"),
+        ],
+        False,
+    ),
+    ("Rows without a route", [("routing/rows_without_route_fraction", "", "native")], True),
+    (
+        "Lag of the weights",
+        [
+            ("routing/weight_lag_mean", "mean", "native"),
+            ("routing/weight_lag_max", "largest", "extra"),
+        ],
+        False,
+    ),
 ]
-_SMALL = (3.4, 2.1)
+_SMALL = (3.4, 1.85)
 
 
 def steps(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Trends of the recorded steps, their alerts and changes of environment."""
     run = [r for r in records(data, "steps") if known(r.get("step")) is not None]
-    alerts = [
-        {"step": a.get("step"), **a, **look_at(a.get("look_at"))}
-        for a in records(data, "alerts")
-        or [{"step": r["step"], **a} for r in run for a in records(r, "alerts")]
+    alerts = records(data, "alerts") or [
+        {**a, "step": r["step"]} for r in run for a in records(r, "alerts")
     ]
     if not run and not alerts:
         return None
@@ -53,68 +88,85 @@ def steps(data: Mapping[str, Any]) -> dict[str, Any] | None:
         "count": len(run),
         "first": run[0]["step"] if run else None,
         "last": run[-1]["step"] if run else None,
-        "alerts": alerts,
+        "alert_count": len(alerts),
+        "alerts": folded_alerts(alerts, [r["step"] for r in run]),
         "changes": changes,
-        "panels": _panels(run, changes),
+        "panels": _panels(run, alerts, changes),
         "table": _step_table(run),
     }
 
 
-def _panels(run: list[dict[str, Any]], changes: list[Any]) -> list[Figure]:
+def folded_alerts(alerts: list[dict[str, Any]], run: list[Any]) -> list[dict[str, Any]]:
+    """Rows of the table of alerts, by the step at which they begin: those of one name and level at
+    recorded steps that follow each other are one row, which says what the last one says."""
+    place = {step: i for i, step in enumerate(run)}
+    rows: list[dict[str, Any]] = []
+    latest: dict[tuple[str, str], dict[str, Any]] = {}
+    for a in sorted(alerts, key=lambda a: place.get(_step(a), len(place))):
+        key, i = (str(a.get("name")), str(a.get("level"))), place.get(_step(a))
+        row = latest.get(key)
+        if row is not None and i is not None and row["place"] == i - 1:
+            row["count"] += 1
+        else:
+            row = {"begin": a.get("step"), "first": a.get("value"), "count": 1}
+            rows.append(row)
+            latest[key] = row
+        row |= {
+            "place": i,
+            "end": a.get("step"),
+            "level": a.get("level"),
+            "name": a.get("name"),
+            "last": a.get("value"),
+            "limit": a.get("limit"),
+            "message": a.get("message"),
+            **look_at(a.get("look_at")),
+        }
+    return rows
+
+
+def _step(alert: Mapping[str, Any]) -> float | None:
+    return known(alert.get("step"))
+
+
+def _panels(
+    run: list[dict[str, Any]], alerts: list[dict[str, Any]], changes: list[Any]
+) -> list[Figure]:
     if len(run) < 2:
         return []
     names = list(dict.fromkeys(n for r in run for n in mapping(r, "metrics")))
     lines = [(float(s), "") for s in dict.fromkeys(c["step"] for c in changes)]
-    wanted = [
-        (title, [n for n in names if n.rsplit("/", 1)[-1].startswith(begin)][:4], told, percent)
-        for title, begin, told, percent in _TRENDS
-    ]
-    if not any(found for _, found, _, _ in wanted):
-        wanted = [(name, [name], (name,), False) for name in names[:8]]
-    keys = [word for _, found, told, _ in wanted if found for word in told]
+    wanted = _PANELS
+    if not any(name in names for _, found, _ in wanted for name, _, _ in found):
+        wanted = [(name, [(name, "", "native")], False) for name in names[:8]]
     x = [r["step"] for r in run]
     panels: list[Figure] = []
-    for title, found, told, percent in wanted:
-        common = _common_beginning(found)
-        spare = ["native", "extra", "replay", "ink"]
-        series = []
-        for name in found:
-            color = "replay" if ("forced" in name or "replay" in name) else spare[0]
-            color = "ink" if "engine" in name else color
-            spare = [c for c in spare if c != color] or ["ink"]
-            label = name[len(common) :] or name
-            series.append(Series(label, color, [at(r, "metrics", name) for r in run], x))
-        last = ", ".join(f"{s.label} {number(s.y[0])} to {number(s.y[-1])}" for s in series)
+    for title, found, percent in wanted:
+        series, said = [], []
+        for name, label, color in found:
+            y = [at(r, "metrics", name) for r in run]
+            if not any(known(v) is not None for v in y):
+                continue
+            told = [s for a in alerts if a.get("figure") == name and (s := _step(a)) is not None]
+            series.append(Series(label, color, y, x, alerts=told))
+            said.append(f"{label} {number(y[0])} to {number(y[-1])}".strip())
+            if told:
+                said[-1] += f", alerts at {len(set(told))} of the steps"
+        if len(series) == 1 and series[0].label:  # one line has no legend
+            title = f"{title}: {series[0].label}"
         svg = line_chart(
             f"trend{len(panels)}",
             series,
             x="step",
             y=title,
             percent="y" if percent else "",
-            marks=Marks(lines, [float(r["step"]) for r in run if _alerted(r, told, keys)]),
+            lines=lines,
             integer_x=True,
             size=_SMALL,
         )
-        made = figure(svg, f"{title} over steps {x[0]} to {x[-1]}: {last}.", "", None)
+        words = f"{title} over steps {x[0]} to {x[-1]}: {'; '.join(said)}."
+        made = figure(svg, words, "", None)
         panels += [made] if made else []
     return panels
-
-
-def _alerted(record: Mapping[str, Any], told: Sequence[str], keys: Sequence[str]) -> bool:
-    """Whether an alert of this step is about a panel: it is told of there, or in no panel."""
-    names = [str(a.get("name")) for a in records(record, "alerts")]
-    return any(
-        any(word in n for word in told) or not any(word in n for word in keys) for n in names
-    )
-
-
-def _common_beginning(names: list[str]) -> str:
-    """What all names begin with, up to a word's end: left out of the legend."""
-    if len(names) < 2:
-        return ""
-    low, high = min(names), max(names)
-    same = next((i for i, c in enumerate(low) if high[i] != c), len(low))
-    return low[: max(low.rfind("_", 0, same), low.rfind("/", 0, same)) + 1]
 
 
 def _step_table(run: list[dict[str, Any]]) -> Table | None:
@@ -129,16 +181,25 @@ def _step_table(run: list[dict[str, Any]]) -> Table | None:
                 "last": values[-1],
                 "low": min(finite, default=None),
                 "high": max(finite, default=None),
+                "what": meaning(name),
             }
         )
+    several = len(run) > 1
     return table(
         "Every recorded metric",
         [
             Column("metric", "name"),
-            Column("first step", "first", number, always=True),
-            Column("last step", "last", number, always=True),
-            Column("smallest", "low", number),
-            Column("largest", "high", number),
+            Column("first step" if several else "value", "first", number, always=True),
+            *(
+                (
+                    Column("last step", "last", number, always=True),
+                    Column("smallest", "low", number),
+                    Column("largest", "high", number),
+                )
+                if several
+                else ()
+            ),
+            Column("what it is", "what"),
         ],
         rows,
         sortable=True,

@@ -65,9 +65,10 @@ def write_svg(
     with matplotlib.rc_context(style):
         wide, high = size[0], size[1] + top
         figure = Figure(figsize=(wide, high))
-        paint(figure.subplots())
+        axes = figure.subplots()
         # fixed, as the fonts of the reader are not known here; and three times as fast as a layout
         figure.subplots_adjust(0.62 / wide, 0.5 / high, 1 - 0.12 / wide, 1 - top / high)
+        paint(axes)
         FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None})
     return _for_page(text.getvalue(), name)
 

@@ -8,10 +8,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from r3.page.charts import Marks, Series, bar_chart, line_chart
+from r3.page.charts import Series, bar_chart, line_chart
 from r3.page.numbers import NOTHING, edge, known, number, share, signed, tiny, visible, word
 from r3.page.reach import aligned, at, items, mapping, records
-from r3.page.tables import Column, Figure, Table, figure, table
+from r3.page.tables import Column, Figure, figure, table
 
 _SIDES = ("native", "replay")
 
@@ -24,19 +24,18 @@ def tails(data: Mapping[str, Any]) -> Figure | None:
         x = items(data, "mismatch", side, "survival", "thresholds")
         y = items(data, "mismatch", side, "survival", "share")
         if x:
-            series.append(Series(side, side, y, x))
+            series.append(_tail(data, side, x, y))
         for u, v in zip(x, y, strict=False):
             if known(u) is not None:
                 rows.setdefault(u, {"threshold": number(u)})[side] = v
-    marks = Marks([(math.log(f), f"×{f:g}") for f in (1.1, 2, 10)])
     svg = line_chart(
         "tails",
         series,
         x="x = |log-ratio|",
         y="share of tokens beyond x",
         log="xy",
-        marks=marks,
-        size=(5.6, 3.2),
+        lines=[(math.log(f), f"×{f:g}") for f in (1.1, 2, 10)],
+        size=(5.6, 2.75),
     )
     beyond = [
         f"{s} {tiny(v)}"
@@ -47,7 +46,8 @@ def tails(data: Mapping[str, Any]) -> Figure | None:
     return figure(
         svg,
         f"Share of tokens whose absolute log-ratio is beyond x, logarithmic axes. {said}",
-        f"{said} The dotted lines are probabilities apart by ×1.1, ×2 and ×10.",
+        f"{said} A curve ends at the largest |log-ratio|, of one token. The dotted lines are "
+        "probabilities apart by ×1.1, ×2 and ×10.",
         table(
             "Share of tokens beyond x",
             [
@@ -58,6 +58,21 @@ def tails(data: Mapping[str, Any]) -> Figure | None:
             [rows[k] for k in sorted(rows)],
         ),
     )
+
+
+def _tail(data: Mapping[str, Any], side: str, x: list[Any], y: list[Any]) -> Series:
+    """A curve down to its end: the largest |log-ratio|, beyond which there is not a token."""
+    metrics = mapping(data, "mismatch", side, "metrics")
+    largest, tokens = known(metrics.get("abs_logratio_max")), known(metrics.get("tokens"))
+    if not largest or not tokens:
+        return Series(side, side, y, x)
+    points = [
+        (u, v)
+        for a, b in zip(x, y, strict=False)
+        if (u := known(a)) is not None and (v := known(b)) is not None and u < largest
+    ]
+    points.append((largest, 1 / tokens))
+    return Series(side, side, [v for _, v in points], [u for u, _ in points], dots=[largest])
 
 
 def attribution(data: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -114,7 +129,9 @@ def attribution(data: Mapping[str, Any]) -> dict[str, Any] | None:
         ),
     ]
     block = mapping(data, "attribution")
+    held, removed = (known(block.get(f"kl_{k}")) for k in ("share_differing", "removed_by_replay"))
     return {
+        "spreads": held is not None and removed is not None and removed > held,
         "figures": [f for f in figures if f],
         "table": table("By number of differing layers", columns, rows),
         "tokens": _share_or_none(block.get("token_share_differing")),
@@ -166,38 +183,22 @@ def probability(data: Mapping[str, Any]) -> list[Figure]:
     return found
 
 
-def slices(data: Mapping[str, Any]) -> list[Table]:
-    """One table for each dimension of the slices."""
-    columns = [
-        Column("", "label"),
-        Column("rows", "rows", number),
-        Column("cells differ", "cell_disagreement", share),
-        Column("tokens differ", "token_disagreement", share),
-        Column("sampled tokens", "tokens", number),
-    ] + [
-        Column(f"{word}, {s}", f"{key}_{s}", form)
-        for word, key, form in (
-            ("KL k3", "kl_k3", tiny),
-            ("|lr| p99", "abs_logratio_p99", number),
-            ("F(2)", "extreme_2", tiny),
-            ("ESS", "ess", number),
-        )
-        for s in _SIDES
-    ]
-    made = []
-    for dimension in mapping(data, "slices"):
-        name = str(dimension).replace("_", " ")
-        columns[0] = Column(name, "label")
-        one = table(f"By {name}", columns, records(data, "slices", dimension), sortable=True)
-        made += [one] if one else []
-    return made
-
-
 def rollouts(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """The worst rollouts as a table; the script opens their tokens from the document."""
-    found = records(data, "worst", "rollouts")
+    whole = [known(at(data, "mismatch", "native", "metrics", k)) for k in ("kl_k3", "tokens")]
+    kl = None if None in whole else math.prod(x or 0.0 for x in whole)
+    # with its place in the document, where the script looks it up
+    found = [
+        (i, r | {"part": _part(r, kl)})
+        for i, r in enumerate(items(data, "worst", "rollouts"))
+        if isinstance(r, dict)
+    ]
+    sized = any(r["part"] is not None for _, r in found)
+    if sized:
+        found.sort(key=lambda x: -1.0 if x[1]["part"] is None else x[1]["part"], reverse=True)
     columns = [
         Column("rollout", "id"),
+        Column("part of KL, native", "part", share),
         Column("tokens", "tokens", number),
         Column("sampled", "sampled_tokens", number),
         Column("cells differ", "cell_disagreement", share),
@@ -211,17 +212,22 @@ def rollouts(data: Mapping[str, Any]) -> dict[str, Any] | None:
         )
         for s in _SIDES
     ]
-    made = table("Worst rollouts", columns, found, sortable=True)
+    made = table("Worst rollouts", columns, [r for _, r in found], sortable=True)
     if made is None:
         return None
     return {
         "table": made,
-        "opens": [bool(items(r, "excerpt", "token_ids")) for r in found],
-        "numbers": [
-            i for i, r in enumerate(items(data, "worst", "rollouts")) if isinstance(r, dict)
-        ],
-        "replay": any(items(r, "excerpt", "logratio_replay") for r in found),
+        "sized": sized,
+        "opens": [bool(items(r, "excerpt", "token_ids")) for _, r in found],
+        "numbers": [i for i, _ in found],
+        "replay": any(items(r, "excerpt", "logratio_replay") for _, r in found),
     }
+
+
+def _part(rollout: Mapping[str, Any], kl: float | None) -> float | None:
+    """The rollout's share of the sum of r - 1 - log r over all tokens."""
+    mean, tokens = known(rollout.get("kl_k3_native")), known(rollout.get("sampled_tokens"))
+    return mean * tokens / kl if kl and mean is not None and tokens is not None else None
 
 
 def worst_tokens(data: Mapping[str, Any]) -> list[dict[str, Any]]:

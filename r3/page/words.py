@@ -47,6 +47,28 @@ TERMS: dict[str, tuple[str, str]] = {
         "(Σ r)² / (n Σ r²) over sampled tokens: 1 where all importance weights are equal, near 0 "
         "where a few tokens carry all the weight.",
     ),
+    "abs_logratio_p999": (
+        "|log-ratio|, 0.999 quantile",
+        "One sampled token in a thousand has a larger |log(trainer's / engine's probability)|.",
+    ),
+    "ess_sequence": (
+        "Effective sample size, sequences",
+        "(Σ w)² / (n Σ w²) over rollouts with w = exp(Σ log r), the weight of a whole rollout. It "
+        "falls with the length of the rollouts.",
+    ),
+    "probs_pearson": (
+        "Correlation of probabilities",
+        "Of the trainer's and the engine's probabilities of the sampled tokens. Rounding leaves it "
+        "near 1; log-probabilities that are shifted by a token hardly correlate.",
+    ),
+    "rows_without_route": (
+        "Rows without a route",
+        "Share of rows (passes of a token) for which the engine delivered no routing.",
+    ),
+    "weight_lag": (
+        "Lag of the weights",
+        "Updates of the trainer's weights between those that a row was generated with and now.",
+    ),
     "max_vio": (
         "MaxVio",
         "Largest expert load / mean expert load − 1 in a layer: 0 is perfect balance.",
@@ -118,6 +140,33 @@ METRICS: dict[str, str] = {
     "probs_diff_max": "largest |p trainer − p engine|",
     "probs_diff_std": "standard deviation of |p trainer − p engine|",
     "probs_pearson": "correlation of both sides' probabilities",
+}
+# And those that only training steps have.
+METRICS |= {
+    "cell_disagreement_free": "share of cells routed differently, trainer by its own router",
+    "expert_disagreement_free": "share of experts routed differently, the same way",
+    "token_disagreement_free": "share of tokens with a layer routed differently, the same way",
+    "layers_per_token_free": "differing layers per token, the same way",
+    "max_vio_engine": "MaxVio of the engine, mean over layers",
+    "max_vio_trainer_free": "MaxVio of the trainer's own routing, mean over layers",
+    "outside_topk_cells_forced": "share of replayed cells not the trainer's own top-k",
+    "outside_topk_experts_forced": "share of replayed experts outside the trainer's own top-k",
+    "outside_topk_cells_free": "share of the engine's cells not the free trainer's top-k",
+    "outside_topk_experts_free": "share of the engine's experts outside the free trainer's top-k",
+    "rows": "rows: passes of a token",
+    "rows_without_route_fraction": "share of rows without a route from the engine",
+    "rollouts": "rollouts of the step",
+    "rollouts_without_route": "rollouts without any routing",
+    "cells_replayed": "cells under replay that used the engine's experts",
+    "cells_missing": "cells under replay without a route, routed natively",
+    "cells_stale": "cells under replay with a route of older weights, routed natively",
+    "cells_padding": "cells of padding",
+    "cells_not_enclosed": "cells of passes that nothing enclosed",
+    "cells_native_fraction": "share of cells under replay that were routed natively",
+    "weight_lag_mean": "mean weight updates between a row's weights and the trainer's",
+    "weight_lag_max": "the largest of these",
+    "alerts_notice": "alerts of level notice",
+    "alerts_bad": "alerts of level bad",
 }
 
 # Sections that a finding or an alert can point at (`look_at`), by the id of their heading.
