@@ -7,10 +7,12 @@ token), so that the figures of one document agree with each other.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 
 TEXT = (
     "the sum of two odd numbers is even so we write n = 2 k + 1 and then it follows that every "
@@ -638,3 +640,21 @@ def no_rows() -> dict[str, Any]:
     data["slices"], data["worst"] = {}, {"rollouts": [], "tokens": []}
     data["verdict"] = {"level": "notice", "findings": []}
     return data
+
+
+def charts_unwritten(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Leave out the slow writing of charts; their matplotlib axes by name, once they are drawn."""
+    from matplotlib.figure import Figure
+
+    found: dict[str, Any] = {}
+
+    def keep(name: str, paint: Callable[[Any], None], size: tuple[float, float], top: float) -> str:
+        wide, high = size[0], size[1] + top
+        axes = Figure(figsize=(wide, high)).subplots()
+        axes.figure.subplots_adjust(0.62 / wide, 0.5 / high, 1 - 0.12 / wide, 1 - top / high)
+        paint(axes)
+        found[name] = axes
+        return "<svg></svg>"
+
+    monkeypatch.setattr("r3.page.charts.write_svg", keep)
+    return found

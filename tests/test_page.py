@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from page_data import SMALL, comparison, no_rows, only_steps, step_records
+from page_data import SMALL, charts_unwritten, comparison, no_rows, only_steps
 from r3.errors import MissingDependencyError
 from r3.page import render_page
 from r3.page.numbers import change, edge, number, share, signed, tiny, visible
@@ -131,7 +131,9 @@ DOCUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n[:2] == "94" else []) for n in DOCUMENTS]
+)
 def test_every_kind_of_document(name: str) -> None:
     data = DOCUMENTS[name]()
     page = Page(render_page(data)).check()
@@ -174,7 +176,8 @@ def _cells_of(page: Page, css: str) -> Iterator[Any]:
         yield re.findall(r"<td[^>]*>([^<]*)</td>", row)
 
 
-def test_each_headline_figure_has_its_definition() -> None:
+def test_each_headline_figure_has_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    charts_unwritten(monkeypatch)
     page = Page(render_page(comparison(**SMALL)))
     terms = page.all("a", **{"class": "term"})
     assert len(terms) == 9
@@ -255,7 +258,8 @@ def test_text_of_the_document_is_never_markup() -> None:
     assert page.document["worst"]["rollouts"][0]["id"] == HOSTILE
 
 
-def test_numbers_that_are_not_finite_are_null_in_the_page() -> None:
+def test_numbers_that_are_not_finite_are_null_in_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    charts_unwritten(monkeypatch)
     data = comparison(**SMALL)
     data["mismatch"]["native"]["metrics"] |= {"kl_k3": float("inf"), "ess": float("nan")}
     page = Page(render_page(data)).check()
@@ -289,14 +293,6 @@ def _without(paths: list[tuple[Any, ...]]) -> dict[str, Any]:
     return data
 
 
-def _unfinished(name: str, paint: Callable[[Any], None], size: tuple[float, float]) -> str:
-    """Everything of a chart but the slow writing of it."""
-    from matplotlib.figure import Figure
-
-    paint(Figure(figsize=size).add_axes((0, 0, 1, 1)))
-    return "<svg></svg>"
-
-
 @pytest.mark.slow
 @settings(
     max_examples=12,
@@ -308,7 +304,7 @@ def _unfinished(name: str, paint: Callable[[Any], None], size: tuple[float, floa
 def test_nulls_anywhere(seed: int, count: int) -> None:
     paths = random.Random(seed).sample(PATHS, min(count, len(PATHS)))
     with pytest.MonkeyPatch.context() as m:
-        m.setattr("r3.page.charts._svg", _unfinished)
+        charts_unwritten(m)
         Page(render_page(_without(paths))).check()
 
 
@@ -320,7 +316,7 @@ def test_charts_of_a_document_with_nulls(seed: int) -> None:
 
 @pytest.mark.slow
 def test_each_block_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("r3.page.charts._svg", _unfinished)
+    charts_unwritten(monkeypatch)
     nested = ("routing", "mismatch", "files")
     for path in PATHS:
         if len(path) == 1 or (len(path) == 2 and path[0] in nested):
@@ -330,7 +326,8 @@ def test_each_block_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             Page(render_page(data)).check()
 
 
-def test_differences_of_provenance_are_marked() -> None:
+def test_differences_of_provenance_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    charts_unwritten(monkeypatch)
     html = render_page(comparison(**SMALL))
     rows = html.split('class="provenance"')[1].split("<tbody>")[1].split("</tbody>")[0]
     marked = [r for r in rows.split("<tr")[1:] if 'class="differs"' in r]
@@ -340,19 +337,6 @@ def test_differences_of_provenance_are_marked() -> None:
         "dtype",
     ]
     assert all("differs: " in r for r in marked)
-
-
-@pytest.mark.slow
-def test_alerts_come_from_the_steps_or_the_document() -> None:
-    data = only_steps(30)
-    page = Page(render_page(data))
-    inside = sum(len(r["alerts"]) for r in step_records(30))
-    assert inside > 0
-    table = page.html.split('<caption class="hide">Alerts')[1].split("</table>")[0]
-    assert table.count("<tr>") == inside + 1
-    data["alerts"] = [{"name": "kl", "level": "notice", "value": 0.002, "limit": 1e-3}]
-    table = render_page(data).split('<caption class="hide">Alerts')[1].split("</table>")[0]
-    assert table.count("<tr>") == 2
 
 
 def test_how_numbers_are_written() -> None:

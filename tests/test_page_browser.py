@@ -191,6 +191,37 @@ def test_theme_button_and_both_themes(show: Callable[..., Any]) -> None:
     assert shots["light"] != shots["dark"]
 
 
+def test_colours_without_light_dark(browser: Any, tmp_path: Path) -> None:
+    """A browser of before 2024 shows the same colours: its rules are tried in place of ours."""
+    html = render_page(comparison(**SMALL))
+    css = html.split("<style>")[1].split("</style>")[0]
+    ours, old = css.split("@supports not (color: light-dark(#000, #fff))")
+    ours = re.sub(r"--[\w-]+: light-dark\([^)]*\);", "", ours)
+    assert "light-dark" not in ours + old
+    file = tmp_path / "old.html"
+    file.write_text(html.replace(css, f"{ours}@supports (color: #000){old}"), encoding="utf-8")
+    new = tmp_path / "new.html"
+    new.write_text(html, encoding="utf-8")
+    seen: list[list[str]] = []
+    colors = """["--bg", "--n4"].map(x => {
+        document.body.style.color = `var(${x})`;
+        return getComputedStyle(document.body).color; }).join(" ")"""
+    for path in (new, file):
+        seen.append([])
+        for scheme in ("light", "dark"):
+            context = browser.new_context(color_scheme=scheme)
+            page = context.new_page()
+            page.goto(path.as_uri())
+            for _ in range(3):
+                seen[-1].append(page.evaluate(colors))
+                page.locator("#theme").click()
+            page.emulate_media(media="print")
+            seen[-1].append(page.evaluate(colors))
+            context.close()
+    assert seen[0] == seen[1]
+    assert len(set(seen[0])) == 2
+
+
 @pytest.mark.parametrize("text", [True, False])
 def test_a_rollout_opens_to_its_tokens(show: Callable[..., Any], text: bool) -> None:
     data = comparison(**SMALL, text=text)
@@ -248,8 +279,10 @@ def test_definitions_show_on_focus_and_open_the_glossary(show: Callable[..., Any
 def test_load_of_another_layer_is_drawn_alike(show: Callable[..., Any]) -> None:
     """Script and template draw the same: back at the first layer, path and words are as before."""
     page = show(comparison(**SMALL))
-    state = "[...document.querySelectorAll('#load path')].map(p => p.getAttribute('d'))"
+    state = """[...document.querySelectorAll('#load path')].map(p => p.getAttribute('d')).concat(
+        [...document.querySelectorAll('#load-scale span')].map(s => s.textContent + s.style.top))"""
     paths, words = page.evaluate(state), page.locator("#load-what").inner_text()
+    assert paths[3] == "0\u00a0%100%"  # the lowest tick; share and place
     first = page.locator("#load-layer").input_value()
     page.select_option("#load-layer", str((int(first) + 1) % 3))
     assert page.evaluate(state) != paths

@@ -82,6 +82,7 @@ def _context(data: Mapping[str, Any]) -> dict[str, Any]:
         "attribution": tokens.attribution(data),
         "probability": tokens.probability(data),
         "slices": slices.slices(data),
+        "compared_slices": bool(mapping(data, "slices")),
         "rollouts": tokens.rollouts(data),
         "tokens": tokens.worst_tokens(data),
         "has": {

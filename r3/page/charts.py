@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from r3.page.numbers import known, number
+from r3.page.numbers import known
 from r3.page.svg import VARIABLES, write_svg
 
 _STYLES: dict[str, dict[str, Any]] = {
@@ -20,6 +20,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _SIZE = (4.9, 2.55)  # inches, without title and legend
+LEGEND = 11 / 72  # inches that a legend takes
 _LETTER = 0.088  # inches, as wide as letters of ticks are in most fonts
 _LEAST_COUNT = 0.5  # where bars of counts begin on a logarithmic axis: 1 has to be seen
 
@@ -159,11 +160,11 @@ def bar_chart(
                 edgecolor=color,
                 lw=1.1,
             )
-            if counts and len(number(int(top))) * _LETTER * 0.85 < slot * width:
+            if counts and len(f"{top:.0f}") * _LETTER * 0.85 < slot * width:
                 for u, v in zip(at, ys, strict=True):
                     if v > floor:
                         axes.annotate(
-                            number(int(v)),
+                            f"{v:.0f}",
                             (u, v),
                             xytext=(0, 2),
                             textcoords="offset points",
@@ -172,7 +173,7 @@ def bar_chart(
                         )
         if counts:
             axes.set_yscale("log")
-            axes.set_ylim(floor, max(10.0, 1.7 * top))
+            axes.set_ylim(floor, max(10.0, 3 * top))  # room for the numbers
         else:
             _from_zero(axes, [v for _, ys in drawn for v in ys])
         _label(axes, x, "y" if counts else "", percent, False)
@@ -203,7 +204,7 @@ def _logarithmic(axes: Any, letter: str, axis: Any, values: list[float]) -> None
     if high < 10 * low:
         low, high = _round(low * 0.999, math.floor), _round(high * 1.001, math.ceil)
     else:
-        low, high = low / 1.15, min(high * 1.15, 1e300)
+        low, high = low / 1.3, min(high * 1.3, 1e300)
     (axes.set_xscale if letter == "x" else axes.set_yscale)("log")
     (axes.set_xlim if letter == "x" else axes.set_ylim)(low, high)
     near = high < 100 * low
@@ -264,7 +265,7 @@ def _head(axes: Any, title: str, drawn: int, words: int) -> None:
 
 
 def _pad(drawn: int, words: int) -> int:
-    return words + (17 if drawn > 1 else 6)  # points
+    return words + 6 + (round(72 * LEGEND) if drawn > 1 else 0)  # points
 
 
 def _room(drawn: int, words: int) -> float:

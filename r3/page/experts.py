@@ -90,7 +90,11 @@ def load(data: Mapping[str, Any]) -> Load | None:
     """The layer whose loads differ most, drawn."""
     layers = [r.get("layer") for r in aligned(data, "routing", "native", "layers")]
     both = [(_load(data, "load_a", k), _load(data, "load_b", k)) for k in range(len(layers))]
-    usable = [k for k, (a, b) in enumerate(both) if sum(a) and sum(b) and len(a) == len(b)]
+    usable = [
+        k
+        for k, (a, b) in enumerate(both)
+        if len(a) == len(b) and all(0 < sum(x) * len(x) < math.inf for x in (a, b))
+    ]
     if not usable:
         return None
     k = max(usable, key=lambda i: _apart(*both[i]) or 0.0)
@@ -137,7 +141,7 @@ def _height(load: float, top: float) -> str:
 
 
 def _ticks(top: float) -> list[float]:
-    """Round numbers from 0 to `top`, three or four; the script finds the same."""
-    unit = 10.0 ** math.floor(math.log10(top / 3))
-    step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= top / 3.5)
+    """Round numbers from 0 to `top`, three to six; the script finds the same."""
+    unit = 10.0 ** math.floor(math.log10(top / 5))
+    step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= top / 5)
     return [i * step for i in range(int(top / step) + 1)]

@@ -217,8 +217,8 @@
     const sum = (x) => x.reduce((a, b) => a + b, 0);
     const height = (v, top) => (100 - (96 * v) / top).toFixed(1);
     const ticks = (top) => {
-      const unit = 10 ** Math.floor(Math.log10(top / 3));
-      const step = [1, 2, 5, 10].map((m) => m * unit).find((s) => s >= top / 3.5);
+      const unit = 10 ** Math.floor(Math.log10(top / 5));
+      const step = [1, 2, 5, 10].map((m) => m * unit).find((s) => s >= top / 5);
       return Array.from({ length: Math.floor(top / step) + 1 }, (_, i) => i * step);
     };
     layer.addEventListener("change", () => {

@@ -179,7 +179,7 @@ def margins(data: Mapping[str, Any]) -> list[Figure]:
     """Cells, and those that differ, by flip margin: their numbers, then their share."""
     block = mapping(data, "routing", "native", "margins")
     edges = items(block, "edges")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i, (cells, differing) in enumerate(
         zip(items(block, "cells"), items(block, "differing"), strict=False)
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from r3.page.charts import Series, line_chart
+from r3.page.charts import LEGEND, Series, line_chart
 from r3.page.glossary import meaning
 from r3.page.numbers import known, number
 from r3.page.overview import look_at
@@ -161,7 +161,7 @@ def _panels(
             percent="y" if percent else "",
             lines=lines,
             integer_x=True,
-            size=_SMALL,
+            size=_SMALL if len(series) > 1 else (_SMALL[0], _SMALL[1] + LEGEND),  # all alike
         )
         words = f"{title} over steps {x[0]} to {x[-1]}: {'; '.join(said)}."
         made = figure(svg, words, "", None)
@@ -173,7 +173,7 @@ def _step_table(run: list[dict[str, Any]]) -> Table | None:
     rows = []
     for name in dict.fromkeys(n for r in run for n in mapping(r, "metrics")):
         values = [at(r, "metrics", name) for r in run]
-        finite = [v for v in map(known, values) if v is not None]
+        finite = [v for v in values if known(v) is not None]
         rows.append(
             {
                 "name": name,

@@ -144,9 +144,9 @@ METRICS: dict[str, str] = {
 # And those that only training steps have.
 METRICS |= {
     "cell_disagreement_free": "share of cells routed differently, trainer by its own router",
-    "expert_disagreement_free": "share of experts routed differently, the same way",
-    "token_disagreement_free": "share of tokens with a layer routed differently, the same way",
-    "layers_per_token_free": "differing layers per token, the same way",
+    "expert_disagreement_free": "share of experts routed differently, trainer by its own router",
+    "token_disagreement_free": "share of tokens routed differently, trainer by its own router",
+    "layers_per_token_free": "differing layers per token, trainer by its own router",
     "max_vio_engine": "MaxVio of the engine, mean over layers",
     "max_vio_trainer_free": "MaxVio of the trainer's own routing, mean over layers",
     "outside_topk_cells_forced": "share of replayed cells not the trainer's own top-k",
@@ -163,8 +163,8 @@ METRICS |= {
     "cells_padding": "cells of padding",
     "cells_not_enclosed": "cells of passes that nothing enclosed",
     "cells_native_fraction": "share of cells under replay that were routed natively",
-    "weight_lag_mean": "mean weight updates between a row's weights and the trainer's",
-    "weight_lag_max": "the largest of these",
+    "weight_lag_mean": "updates of the weights since those of a row, mean",
+    "weight_lag_max": "updates of the weights since those of a row, largest",
     "alerts_notice": "alerts of level notice",
     "alerts_bad": "alerts of level bad",
 }
