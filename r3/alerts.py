@@ -250,7 +250,13 @@ def _alert(
 
 def _number(metrics: Metrics, name: str) -> float | None:
     value = metrics.get(name)
-    return None if value is None or math.isnan(value) else value
+    if value is None or value != value:
+        return None
+    try:
+        float(value)
+    except OverflowError:  # an integer that a file may hold
+        return math.copysign(math.inf, value > 0 or -1)
+    return value
 
 
 def _beyond(metrics: Metrics, limits: AlertLimits) -> list[Alert]:

@@ -8,31 +8,63 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import heapq
 import io
 import json
 import os
-import reprlib
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from r3.errors import FormatError, R3Error, TornShardWarning
+from r3 import json_fields as of
+from r3.errors import FormatError, R3Error, TornShardWarning, TraceError
 from r3.files import open_regular
 from r3.plain import plain
 
 MAX_LINE = 1 << 24  # bytes
 _BLOCK = 1 << 16
 _WHAT = "a metrics file"
-_BEGIN = b'{"step":'  # of each line
+# how each line begins, as `append` writes what StepMonitor records
+_BEGIN = re.compile(rb'\{"step":-?\d+,"time":[\d.e+-]*')
+_NEXT = b',"metrics":{'
+
+_LEVELS = ("notice", "bad")
+_FIGURES = of.mapped(of.number_or_null)
+_ALERT = of.fields(
+    {
+        **dict.fromkeys(("name", "message", "look_at"), of.text),
+        "level": of.leaf(lambda x: x in _LEVELS, f"one of {_LEVELS}"),
+    },
+    of.shallow,
+    **{"figure": of.text_or_null, "value": of.number_or_null, "limit": of.number_or_null},
+)
+_ALIGNMENT = of.fields({"fault": of.text_or_null, "text": of.text}, of.shallow)
+# what a record holds; a line of another version may lack all but two and have others
+check_record = of.fields(
+    {"step": of.int64, "metrics": _FIGURES},
+    of.shallow,
+    time=of.number,
+    slices=of.mapped(of.mapped(_FIGURES)),
+    layers=of.listed(of.fields({"layer": of.layer}, of.number_or_null)),
+    left_out=of.mapped(of.count),
+    examples=of.listed(of.text),
+    rollouts_without_route=of.listed(of.text),
+    alignment=lambda x: None if x is None else _ALIGNMENT(x),
+    environment=of.mapped(of.scalar),
+    changes=of.mapped(of.pair(of.scalar, of.scalar)),
+    alerts=of.listed(_ALERT),
+)
 
 
 class MetricsFile:
     """The file at `path`, opened for appending by this process alone, and made if need be.
 
     tail: its last `last` records, oldest first. What a run that died has left of a line is cut off,
-    with a TornShardWarning. Raises FormatError for another kind of file, which stays as it is, and
-    if another process has it open.
+    with a TornShardWarning, where that is surely what it is: no whole JSON value, behind lines that
+    are records or with the beginning of one. Raises FormatError for another kind of file, which
+    stays as it is, and if another process has it open.
     """
 
     def __init__(self, path: str | os.PathLike[str], last: int) -> None:
@@ -95,9 +127,12 @@ class MetricsFile:
             data = (self._file.read(size) or b"") + data
         *lines, rest = data.split(b"\n")
         if start:  # within a line
+            if not lines:
+                raise FormatError(f"{self.path}: the last line has more than {MAX_LINE} bytes")
             lines = lines[1:]
+        number = len(lines) + bool(rest)
         records = [
-            _parsed(line, f"{self.path}: line {len(lines) - i} from the end")
+            _parsed(line, f"{self.path}: line {number - i} from the end")
             for i, line in enumerate(lines)
         ]
         if rest:
@@ -106,14 +141,15 @@ class MetricsFile:
 
     def _mend(self, rest: bytes, known: bool) -> list[dict[str, Any]]:
         """End the last line, or cut it off; known: that the lines before it are records."""
-        with contextlib.suppress(FormatError):
-            record = _parsed(rest, "")
-            self._end += self._file.write(b"\n") or 0
-            return [record]
-        if not known and rest[: len(_BEGIN)] != _BEGIN[: len(rest)]:
-            raise FormatError(f"{self.path}: not a file of step records, expected JSON lines")
-        self._end -= len(rest)
-        self._file.truncate(self._end)
+        records = _last_line(rest, known, f"{self.path}: line 1 from the end")
+        try:
+            if records:  # whole but for its end
+                self._end += self._file.write(b"\n") or 0
+                return records
+            self._end -= len(rest)
+            self._file.truncate(self._end)
+        except OSError as e:
+            raise R3Error(f"{self.path}: cannot be written: {e.strerror}") from None
         warnings.warn(
             f"{self.path}: the last line is not whole, {len(rest)} bytes are cut off",
             TornShardWarning,
@@ -122,29 +158,60 @@ class MetricsFile:
         return []
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike[str], last: int | None = None) -> list[dict[str, Any]]:
     """The records of a metrics file by ascending step; of a step that repeats, the last one.
 
+    last: only those of so many highest steps, of which no more are in memory; None: all.
+
     A last line that is not whole is left out: its writer is at work, or died. Raises FormatError,
-    naming the line, for what no monitor writes.
+    naming the line and the field, for what no monitor writes.
     """
-    found = {}
+    if last is not None and (type(last) is not int or last < 1):
+        raise TraceError(f"last is {of.brief(last)}, expected None or an integer of at least 1")
+    found: dict[int, dict[str, Any]] = {}
+    lowest: list[int] = []  # a heap of the steps that are kept
     with open_regular(path, "r", _WHAT) as raw, io.BufferedReader(raw) as file:
         number = 0
         while line := file.readline(MAX_LINE + 1):
             number += 1
             where = f"{path}: line {number}"
             if line.endswith(b"\n"):
-                record = _parsed(line, where)
+                records = [_parsed(line, where)]
             elif len(line) > MAX_LINE:
                 raise FormatError(f"{where}: more than {MAX_LINE} bytes")
             else:
-                try:
-                    record = _parsed(line, where)
-                except FormatError:
-                    break
-            found[record["step"]] = record
+                records = _last_line(line, number > 1, where)
+            for record in records:
+                if last is not None and record["step"] not in found:
+                    heapq.heappush(lowest, record["step"])
+                found[record["step"]] = record
+                if last is not None and len(found) > last:
+                    del found[heapq.heappop(lowest)]
     return [found[step] for step in sorted(found)]
+
+
+def _last_line(rest: bytes, known: bool, where: str) -> list[dict[str, Any]]:
+    """The record of a last line without its end, none if it is the beginning of one; known: that
+    there are lines before it, which are records. Raises FormatError for anything else."""
+    if _is_whole(rest):
+        return [_parsed(rest, where)]
+    begin = _BEGIN.match(rest)
+    if not known and not (begin and _NEXT.startswith(rest[begin.end() :][: len(_NEXT)])):
+        raise FormatError(f"{where}: not a step record, expected JSON lines of a StepMonitor")
+    return []
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether a JSON value ends in the line."""
+    try:  # numbers as text: those of any length
+        json.JSONDecoder(parse_int=str, parse_float=str).raw_decode(
+            line.decode(errors="replace").lstrip()
+        )
+    except RecursionError:  # no beginning of a record, at any rate
+        return True
+    except ValueError:
+        return False
+    return True
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
@@ -152,17 +219,10 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
         record = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
         raise FormatError(f"{where}: not strict JSON: {e}") from None
-    step = record.get("step") if isinstance(record, dict) else None
-    if not isinstance(step, int) or isinstance(step, bool):
-        raise FormatError(f'{where}: expected an object with an integer "step"')
-    metrics = record.get("metrics")
-    if not isinstance(metrics, dict):
-        raise FormatError(f'{where}: expected an object with "metrics"')
-    for name, value in metrics.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise FormatError(
-                f"{where}: {name} is {reprlib.repr(value)}, expected a number or null"
-            )
+    try:
+        check_record(record)
+    except of.Wrong as e:
+        raise FormatError(f"{where}: {e}") from None
     return record
 
 

@@ -12,6 +12,7 @@ verl's formula, without its clamp of lr to +-20.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -225,7 +226,7 @@ class LogprobMismatch:
             if not isinstance(found, Mapping) or found.get("format") != _FORMAT:
                 raise ValueError(f"expected a dictionary of format {_FORMAT!r}")
             if set(found) != set(_NAMES):
-                raise ValueError(f"found {sorted(map(str, found))}, expected {_NAMES}")
+                raise ValueError(f"found {reprlib.repr(list(found))}, expected {_NAMES}")
             clip, examples = found["clip"], found["examples"]
             if type(clip) is not list or type(examples) is not list or len(examples) > EXAMPLES:
                 raise ValueError(f"clip or examples: expected lists, of at most {EXAMPLES} texts")
@@ -247,11 +248,11 @@ class LogprobMismatch:
 def _checked_clip(clip: tuple[float, float]) -> tuple[float, float]:
     try:
         low, high = map(float, clip)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         low = high = math.nan
     if not 0 <= low <= 1 <= high < math.inf or low == high:
         raise TraceError(
-            f"clip is {clip!r}, expected bounds (low, high) with 0 <= low <= 1 <= high"
+            f"clip is {reprlib.repr(clip)}, expected bounds (low, high) with 0 <= low <= 1 <= high"
         )
     return low, high
 

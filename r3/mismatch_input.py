@@ -58,15 +58,22 @@ def counted_tokens(
             "(sampler), expected the same [tokens] or [sequences, tokens]"
         )
     bounds = _bounds(cu_seqlens, p.shape)
-    if names is not None and len(names) != len(bounds) - 1:
-        raise TraceError(
-            f"{len(names)} names, expected one for each of {len(bounds) - 1} sequences"
-        )
-    flags = np.ones(p.size, bool) if mask is None else _flags(mask, p.shape).reshape(-1)
+    if names is not None:
+        try:
+            names = list(names)
+        except TypeError:
+            raise TraceError(
+                f"names is of type {type(names).__name__}, expected one for each sequence"
+            ) from None
+        if len(names) != len(bounds) - 1:
+            raise TraceError(
+                f"{len(names)} names, expected one for each of {len(bounds) - 1} sequences"
+            )
+    counts = np.ones(p.size, bool) if mask is None else flags(mask, p.shape).reshape(-1)
     p, q = p.reshape(-1), q.reshape(-1)
     # comparisons with NaN are False
     good = (p <= ROUNDING) & (p > _LEAST) & (q <= ROUNDING) & (q > _LEAST)
-    wrong = np.flatnonzero(flags & ~good)
+    wrong = np.flatnonzero(counts & ~good)
     kinds, examples = dict.fromkeys(KINDS, 0), []
     if len(wrong):
         for side, values in (("trainer", p[wrong]), ("sampler", q[wrong])):
@@ -84,10 +91,10 @@ def counted_tokens(
             raise TraceError(
                 f"{examples[0]}, expected finite numbers of at most 0; {len(wrong)} tokens like it"
             )
-    flags = flags & good
-    if not flags.all():
-        p, q = p[flags], q[flags]
-    before = np.concatenate([[0], np.cumsum(flags)])[bounds]  # tokens that count before a sequence
+    counts = counts & good
+    if not counts.all():
+        p, q = p[counts], q[counts]
+    before = np.concatenate([[0], np.cumsum(counts)])[bounds]  # tokens that count before a sequence
     lengths = np.diff(before)
     some = lengths > 0
     return CountedTokens(p, q, before[:-1][some], lengths[some], len(wrong), kinds, tuple(examples))
@@ -100,7 +107,9 @@ def _logprobs(values: Any, side: str) -> np.ndarray:
     return np.ascontiguousarray(found, np.float64) if found.ndim else found
 
 
-def _flags(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
+def flags(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """bool of `shape`: which tokens count. Raises TraceError for a mask of another shape, or of
+    anything but bool, or 0 and 1."""
     found = on_host(mask, "mask")
     if found.shape != shape:
         raise TraceError(f"mask has shape {list(found.shape)}, expected {list(shape)}")

@@ -7,6 +7,7 @@ batch was cut into parts, and in which order these are added, changes no bit of 
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -81,8 +82,10 @@ class Measured:
                 raise ValueError(f"{name}: expected a dictionary of {', '.join(keys)}")
         counts, sums, maxima, weights = (found[k] for k in names)
         for name, n in counts.items():
-            if type(n) is not int or n < 0:
-                raise ValueError(f"counts: {name} is {n!r}, expected an integer of 0 or more")
+            if type(n) is not int or not 0 <= n < 2**63:
+                raise ValueError(
+                    f"counts: {name} is {reprlib.repr(n)}, expected an integer of 0 to 2**63 - 1"
+                )
         measured = cls(
             {k: counts[k] for k in COUNTS},
             {k: exact_sum(read_numbers(sums[k], k)) for k in SUMS},

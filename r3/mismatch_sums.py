@@ -6,6 +6,7 @@ For `LogprobMismatch`: of plain floats without rounding, and of importance weigh
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -56,7 +57,7 @@ class Weights:
         """logs: float64 [n], finite, n > 0. starts, lengths: int64 [segments], of logs."""
         top = np.maximum.reduceat(logs, starts)
         unit = _STEP * math.log(2)
-        level = np.clip(np.floor(top / unit + 0.5), -1e15, 1e15)
+        level = np.clip(np.floor(top / unit + 0.5), -_HIGHEST, _HIGHEST)
         if level.any():  # some log w of 88 or more
             # log of the largest weight, in units of its level
             inside = np.clip(top - level * unit, -unit / 2, unit / 2)
@@ -112,6 +113,7 @@ class Weights:
         )
 
 
+_HIGHEST = 10**15  # level
 _STEP = 256  # a level spans weights of 2**-128 to 2**128 of its unit, and their squares
 
 
@@ -123,25 +125,33 @@ def plain(x: float) -> float | str:
 def read_numbers(found: object, where: str) -> list[float]:
     """A list of what `plain` gives. Raises ValueError for anything else."""
     if type(found) is not list:
-        raise ValueError(f"{where}: found {found!r}, expected a list")
+        raise ValueError(f"{where}: found {reprlib.repr(found)}, expected a list")
     for x in found:
         number = type(x) in (int, float) and math.isfinite(x)
         if not number and x not in ("inf", "-inf", "nan"):
-            raise ValueError(f"{where}: found {x!r}, expected a number")
+            raise ValueError(f"{where}: found {reprlib.repr(x)}, expected a number")
     return [float(x) for x in found]
 
 
 def read_weights(found: object, where: str) -> Weights:
     """From [level, parts of the sum, parts of the squares] each. Raises ValueError."""
     if type(found) is not list or len(found) > 2:
-        raise ValueError(f"weights: {where}: found {found!r}, expected at most two levels")
+        raise ValueError(
+            f"weights: {where}: found {reprlib.repr(found)}, expected at most two levels"
+        )
     levels = []
     for level in found:
         if type(level) is not list or len(level) != 3 or type(level[0]) is not int:
-            raise ValueError(f"weights: {where}: found {level!r}, expected [integer, list, list]")
+            raise ValueError(
+                f"weights: {where}: found {reprlib.repr(level)}, expected [integer, list, list]"
+            )
+        if abs(level[0]) > _HIGHEST:
+            raise ValueError(f"weights: {where}: level {level[0]}, expected at most {_HIGHEST}")
         parts = [exact_sum(read_numbers(x, where)) for x in level[1:]]
         if not all(x and 0 < x[0] < math.inf for x in parts):
-            raise ValueError(f"weights: {where}: found sums {level[1:]}, expected more than 0")
+            raise ValueError(
+                f"weights: {where}: found sums {reprlib.repr(level[1:])}, expected more than 0"
+            )
         levels.append((level[0], parts[0], parts[1]))
     if len(levels) == 2 and levels[0][0] != levels[1][0] + 1:
         raise ValueError(

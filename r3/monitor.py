@@ -21,6 +21,7 @@ from r3.batch import RoutingBatch
 from r3.errors import TraceError
 from r3.files import Closing
 from r3.identity import Provenance
+from r3.json_fields import INT64, brief
 from r3.metrics_file import MetricsFile, read_metrics
 from r3.step_figures import NAMES, figures, layer_figures, slice_figures
 from r3.step_state import CLIP, StepState
@@ -94,12 +95,18 @@ class StepMonitor(Closing):
         Raises TraceError for what does not fit, before anything is written; R3Error if the file
         cannot be written.
         """
-        try:
-            if isinstance(step, bool):
-                raise TypeError
-            step = operator.index(step)  # numpy's too
-        except TypeError:
-            raise TraceError(f"step is {step!r}, expected an integer") from None
+        step = _checked_step(step)
+        for name, value, kind, hint in (
+            ("state", state, StepState, ", a batch is given as batch="),
+            ("alignment", alignment, Alignment, ""),
+            ("engine", engine, Provenance, ""),
+            ("trainer", trainer, Provenance, ""),
+        ):
+            if not isinstance(value, kind | None):
+                raise TraceError(
+                    f"step {step}: {name} is of type {type(value).__name__}, expected "
+                    f"{kind.__name__}{hint}"
+                )
         arrays = (trainer_logprobs, native, report, weight_version, mask, labels)
         if state is None:
             if batch is None:
@@ -175,6 +182,18 @@ class StepMonitor(Closing):
         return record | {"alerts": [alert.to_dict() for alert in alerts]}
 
 
+def _checked_step(step: object) -> int:
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        found = operator.index(step)  # type: ignore[arg-type]  # numpy's and torch's too
+    except (TypeError, ValueError):
+        raise TraceError(f"step is {brief(step)}, expected an integer") from None
+    if not -INT64 <= found <= INT64:
+        raise TraceError(f"step is {brief(found)}, expected an integer below 2**63")
+    return found
+
+
 def environment_of(made: Provenance, side: str) -> dict[str, Any]:
     """Fields of a provenance by dotted name, "engine.parallel.tensor" for the side "engine".
 
@@ -189,6 +208,8 @@ def environment_of(made: Provenance, side: str) -> dict[str, Any]:
                 add(f"{name}.{key}" if name else str(key), part)
         elif "seed" not in name.rpartition(".")[2] and name not in _PER_REQUEST:
             plain = isinstance(value, str | int | float | None)
+            if isinstance(value, int) and abs(value) > INT64:  # which JSON's readers may not have
+                plain, value = True, hex(value)
             found[f"{side}.{name}"] = value if plain else str(value)
 
     add("", made.to_dict())

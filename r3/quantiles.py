@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -190,20 +191,25 @@ class Quantiles:
                 raise ValueError("values are not finite, not >= 0 or not ascending")
             if type(found["count"]) is not int or not len(values) == found["count"] <= cls.EXACT:
                 raise ValueError(
-                    f"{len(values)} values and count {found['count']!r}, expected as many, and at "
-                    f"most {cls.EXACT}"
+                    f"{len(values)} values and count {reprlib.repr(found['count'])}, expected as "
+                    f"many, and at most {cls.EXACT}"
                 )
             return cls._kept(values)
         if names != set(_SKETCH):
-            raise ValueError(f"found {names!r}, expected count and values, or {_SKETCH}")
+            raise ValueError(
+                f"found {reprlib.repr(names)}, expected count and values, or {_SKETCH}"
+            )
         count, error, smallest, largest, zeros, keys, counts = (found[name] for name in _SKETCH)
         if error != cls.RELATIVE_ERROR:
-            raise ValueError(f"relative_error is {error!r}, expected {cls.RELATIVE_ERROR}")
+            raise ValueError(
+                f"relative_error is {reprlib.repr(error)}, expected {cls.RELATIVE_ERROR}"
+            )
         for name, numbers in (("keys", keys), ("counts", counts), ("count, zeros", [count, zeros])):
             if type(numbers) is not list or not all(type(x) is int for x in numbers):
                 raise ValueError(f"{name}: expected integers, found another value")
-        if not all(type(x) in (int, float) for x in (smallest, largest)):
-            raise ValueError(f"smallest, largest are {smallest!r}, {largest!r}, expected numbers")
+        ends = [smallest, largest]
+        if not all(type(x) in (int, float) for x in ends):
+            raise ValueError(f"smallest, largest are {reprlib.repr(ends)}, expected numbers")
         if not 0 <= smallest <= largest < math.inf:
             raise ValueError(f"values of {smallest} to {largest}, expected 0 or more, ascending")
         rising = all(a < b for a, b in pairwise(keys))
@@ -213,6 +219,8 @@ class Quantiles:
             raise ValueError(f"keys: expected {least} to {most}")
         if len(keys) != len(counts) or not rising or min(counts, default=1) < 1 or zeros < 0:
             raise ValueError("keys do not ascend, or have no positive count each, or zeros < 0")
+        if count >= 2**63:  # and so none of the others is
+            raise ValueError(f"count is {count}, expected less than 2**63")
         if count < 1 or zeros + sum(counts) != count:
             raise ValueError(f"count is {count}, zeros and counts sum to {zeros + sum(counts)}")
         arrays = (read_only(np.array(x, np.int64)) for x in (keys, counts))

@@ -17,6 +17,7 @@ from r3.mismatch import LogprobMismatch
 SEGMENTS = ("prompt", "answer", "reply")
 OTHER = "other"  # label of what has too many labels
 _EXACT = 8  # numbers below it are labels of their own, those above share one with their octave
+_DIGITS = 18  # at most, of a label that is sorted as a number
 UNKNOWN = -2  # a number that has no label
 
 
@@ -175,6 +176,8 @@ def label_order(label: str) -> tuple[int, int, str]:
     if label in SEGMENTS:
         return 0, SEGMENTS.index(label), label
     number = label.split("-")[0].replace(",", "")
-    if label == "newer" or (number.isascii() and number.isdigit()):
+    # longer ones are names, and int() takes no text of any length
+    is_number = number.isascii() and number.isdigit() and len(number) <= _DIGITS
+    if label == "newer" or is_number:
         return 1, -1 if label == "newer" else int(number), label
     return (3 if label == OTHER else 2), 0, label

@@ -8,7 +8,8 @@ import numpy as np
 
 from r3.load import max_violation
 from r3.slices import OTHER, SliceCounts, label_order
-from r3.step_state import REPLAY_COUNTS, StepState
+from r3.step_input import REPLAY_COUNTS
+from r3.step_state import StepState
 
 MOST_LABELS = 64  # recorded of a dimension; those with the fewest tokens share the label OTHER
 

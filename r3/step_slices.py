@@ -10,6 +10,7 @@ import numpy as np
 from r3.batch import RoutingBatch
 from r3.columns import on_host
 from r3.errors import TraceError
+from r3.json_fields import brief
 from r3.slices import Labels, lag_labels, length_labels
 
 _OWN = ("length", "weight_lag")  # dimensions that need no labels
@@ -20,10 +21,16 @@ def step_labels(
 ) -> Iterator[Labels]:
     """lag: int64 [T], or None; known where bool [T] `known_lag`. labels: by dimension, text or
     integers, one for each token [T] or each sequence [B]. Raises TraceError for others."""
+    if not isinstance(labels, Mapping):
+        raise TraceError(
+            f"labels is of type {type(labels).__name__}, expected a dictionary by dimension"
+        )
     yield length_labels(batch.cu_seqlens)
     if lag is not None:
         yield lag_labels(lag, known_lag, batch.cu_seqlens)
     for name, given in labels.items():
+        if not isinstance(name, str):
+            raise TraceError(f"labels: {brief(name)} is a dimension, expected text as its name")
         if name in _OWN:
             raise TraceError(f"labels: {name!r} comes by itself, expected another dimension")
         values = on_host(given, f"labels: {name!r}")
@@ -34,7 +41,18 @@ def step_labels(
                 f"labels: {name!r} is {values.dtype} of shape {list(values.shape)}, expected text "
                 f"or integers of shape [{batch.num_tokens}] (tokens) or [{len(batch)}] (sequences)"
             )
-        texts, codes = np.unique(values.astype(str), return_inverse=True)
+        if values.dtype.kind == "O":
+            for i, value in enumerate(values):
+                if not isinstance(value, str | int | np.integer):
+                    raise TraceError(
+                        f"labels: {name!r}: entry {i} is {brief(value)}, expected text or an "
+                        "integer"
+                    )
+        try:
+            as_text = values.astype(str)
+        except ValueError as e:  # an integer of thousands of digits
+            raise TraceError(f"labels: {name!r}: {e}") from None
+        texts, codes = np.unique(as_text, return_inverse=True)
         codes = codes.astype(np.int64)
         if len(codes) != batch.num_tokens:
             codes = np.repeat(codes, np.diff(batch.cu_seqlens))

@@ -14,51 +14,25 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from r3 import json_fields as of_json
 from r3.batch import RoutingBatch
-from r3.columns import on_host
-from r3.differences import Differences
-from r3.disagreement import RoutingDisagreement
 from r3.errors import TraceError
-from r3.load import expert_load
 from r3.mismatch import LogprobMismatch
+from r3.mismatch_input import flags
 from r3.slices import Sides, SliceCounts, Slices, cut, merge_slices
+from r3.step_input import (
+    REPLAY_COUNTS,
+    check_batch,
+    checked_version,
+    per_token,
+    replay_counts,
+)
+from r3.step_layers import CHECK, LayerCounts, compare
 from r3.step_slices import step_labels
 
 CLIP = (0.5, 2.0)
 _FORMAT = "r3-step/1"
 _MOST_NAMES = 8  # rollouts named in a record
-REPLAY_COUNTS = (  # of ReplayReport, by layer
-    *("rows_replayed", "rows_missing", "rows_stale", "rows_padding", "rows_not_enclosed"),
-    *("outside_topk_cells_forced", "outside_topk_experts_forced"),
-    *("rows_compared", "outside_topk_cells_free", "outside_topk_experts_free"),
-)
-
-
-@dataclass(frozen=True, eq=False)
-class LayerCounts:
-    """Sums over the rows that both sides have, in the L MoE layers of a stage with E experts.
-
-    tokens: rows compared. differing: of these, with a differing layer. cells, experts: int64 [L],
-    as in RoutingDisagreement. load_a, load_b: int64 [L, E], how often engine and trainer chose each
-    expert. Without the trainer's routing nothing is compared, and load_a has all the engine's rows.
-    """
-
-    top_k: int
-    tokens: int
-    differing: int
-    cells: np.ndarray
-    experts: np.ndarray
-    load_a: np.ndarray
-    load_b: np.ndarray
-
-    def __add__(self, other: LayerCounts) -> LayerCounts:
-        if (self.top_k, self.load_a.shape) != (other.top_k, other.load_a.shape):
-            raise TraceError(
-                f"cannot add counts of top {other.top_k} of {other.load_a.shape[1]} experts to "
-                f"counts of top {self.top_k} of {self.load_a.shape[1]}"
-            )
-        names = [f.name for f in dataclasses.fields(self) if f.name != "top_k"]
-        return LayerCounts(self.top_k, *(getattr(self, n) + getattr(other, n) for n in names))
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,15 +88,18 @@ class StepState:
         length, and by weight lag, come by themselves. clip: bounds of the ratio for clipped shares
         and truncated weights.
 
-        Raises TraceError for arrays that do not fit the batch.
+        Raises TraceError for arguments of other types, and arrays that do not fit the batch.
         """
+        check_batch(batch, "batch")
+        if native is not None:
+            check_batch(native, "native")
+        version = None if weight_version is None else checked_version(weight_version)
+        replay, replay_top_k = replay_counts(report)
         total, lengths = batch.num_tokens, np.diff(batch.cu_seqlens)
-        counted = ~np.isnan(batch.logprobs)
-        if mask is not None:
-            counted = _per_token(mask, "mask", total).astype(bool)
+        counted = ~np.isnan(batch.logprobs) if mask is None else flags(mask, (total,))
         trainer, mismatch = None, LogprobMismatch.zero(clip=clip)
         if trainer_logprobs is not None:
-            trainer = _per_token(trainer_logprobs, "trainer_logprobs", total)
+            trainer = per_token(trainer_logprobs, "trainer_logprobs", total)
             mismatch = LogprobMismatch.of(
                 trainer,
                 batch.logprobs,
@@ -131,9 +108,9 @@ class StepState:
                 clip=clip,
                 names=[str(i) for i in batch.rollout_ids],
             )
-        routing, compared, layers_per_row = _compare(batch, native)
+        routing, compared, layers_per_row = compare(batch, native)
         known = batch.valid & (batch.weight_versions >= 0)
-        lag = None if weight_version is None else weight_version - batch.weight_versions
+        lag = None if version is None else version - batch.weight_versions
         lags = np.zeros(0, np.int64) if lag is None else lag[known]
         sides = Sides(
             cu_seqlens=batch.cu_seqlens,
@@ -147,11 +124,10 @@ class StepState:
         )
         routes = np.add.reduceat(batch.valid.astype(int), batch.cu_seqlens[:-1])
         without = np.flatnonzero((routes == 0) & (lengths > 1))
-        layers = {} if report is None else report.layers
         return cls(
             has_logprobs=trainer is not None,
             mismatch=mismatch,
-            slices=cut(sides, step_labels(batch, lag, known, labels or {})),
+            slices=cut(sides, step_labels(batch, lag, known, {} if labels is None else labels)),
             routing=routing,
             rollouts=len(batch),
             rows=total - len(batch),  # nothing is expected of the last token
@@ -159,14 +135,16 @@ class StepState:
             rollouts_without_route=len(without),
             without_route=tuple(str(batch.rollout_ids[i]) for i in without[:_MOST_NAMES]),
             lag_rows=len(lags),
-            lag_sum=int(lags.sum()),
+            lag_sum=(int((lags >> 32).sum()) << 32) + int((lags & 0xFFFFFFFF).sum()),  # of any size
             lag_max=int(lags.max()) if len(lags) else None,
-            replay={i: {k: getattr(c, k) for k in REPLAY_COUNTS} for i, c in layers.items()},
-            replay_top_k=report.top_k if layers else 0,
+            replay=replay,
+            replay_top_k=replay_top_k,
         )
 
     def __add__(self, other: StepState) -> StepState:
         """Raises TraceError if clip bounds or routers differ."""
+        if not isinstance(other, StepState):
+            return NotImplemented
         if self.replay and other.replay and self.replay_top_k != other.replay_top_k:
             raise TraceError(
                 f"cannot add a report of top {other.replay_top_k} to one of top {self.replay_top_k}"
@@ -203,10 +181,7 @@ class StepState:
             }
             for name, parts in self.slices.items()
         }
-        values["routing"] = [
-            [layers, dict(map(_as_list, vars(counts).items()))]
-            for layers, counts in self.routing.items()
-        ]
+        values["routing"] = [[layers, counts.to_dict()] for layers, counts in self.routing.items()]
         values["replay"] = list(self.replay.items())
         return json.dumps({"format": _FORMAT, **values})
 
@@ -215,8 +190,8 @@ class StepState:
         """Inverse of `to_json`. Raises TraceError for anything else."""
         try:
             values = json.loads(text)
-            if values.pop("format") != _FORMAT:
-                raise ValueError(f"expected the format {_FORMAT!r}")
+            _CHECK(values)
+            del values["format"]
             values["mismatch"] = LogprobMismatch.from_dict(values["mismatch"])
             values["slices"] = {
                 name: {
@@ -227,66 +202,80 @@ class StepState:
                 }
                 for name, parts in values["slices"].items()
             }
-            values["routing"] = {
-                tuple(layers): LayerCounts(**dict(map(_as_array, counts.items())))
-                for layers, counts in values["routing"]
-            }
-            values["replay"] = dict(values["replay"])
+            routing, replay = values["routing"], values["replay"]
+            values["routing"] = {tuple(i): LayerCounts.from_dict(x, i) for i, x in routing}
+            values["replay"] = dict(replay)
             values["without_route"] = tuple(values["without_route"])
-            return cls(**values)
-        except (KeyError, TypeError, AttributeError, ValueError) as e:
-            raise TraceError(f"not the text of StepState.to_json(): {e!r}") from None
+            state = cls(**values)
+            if (len(state.routing), len(state.replay)) != (len(routing), len(replay)):
+                raise ValueError("routing or replay: the same layers twice")
+            state._check_sums()
+        except (TypeError, ValueError, RecursionError) as e:  # our own errors are ValueErrors
+            raise TraceError(f"not the text of StepState.to_json(): {e}") from None
+        return state
+
+    def _check_sums(self) -> None:
+        """Raise ValueError for numbers that cannot be of one state."""
+        slices = [part for parts in self.slices.values() for part in parts.values()]
+        for name, part, whole in (
+            ("rows_without_route", self.rows_without_route, self.rows),
+            ("rollouts_without_route", self.rollouts_without_route, self.rollouts),
+            ("without_route", len(self.without_route), _MOST_NAMES),
+            *(("slices: differing", x.differing, x.rows) for x in slices),
+            *(("slices: differing_cells", x.differing_cells, x.cells) for x in slices),
+        ):
+            if part > whole:
+                raise ValueError(f"{name} is {part}, expected at most {whole}")
+        if self.lag_max is not None and self.lag_rows:
+            fits = self.lag_sum <= self.lag_rows * self.lag_max
+        else:
+            fits = (self.lag_rows, self.lag_sum, self.lag_max) == (0, 0, None)
+        if not fits:
+            raise ValueError(
+                f"lag_rows is {self.lag_rows}, lag_sum {self.lag_sum} and lag_max {self.lag_max}, "
+                "expected the sum of so many lags up to the largest, or 0, 0 and null"
+            )
+        if bool(self.replay) != bool(self.replay_top_k):
+            raise ValueError(f"replay_top_k is {self.replay_top_k}, of {len(self.replay)} layers")
 
 
-def _compare(
-    batch: RoutingBatch, native: RoutingBatch | None
-) -> tuple[dict[tuple[int, ...], LayerCounts], np.ndarray, np.ndarray]:
-    """Counts by layers; bool [T], rows compared; int64 [T], in how many layers each differs."""
-    if native is None:
-        nothing = np.zeros(batch.num_tokens, np.int64)
-        return {batch.spec.moe_layers: _load_only(batch)}, nothing.astype(bool), nothing
-    spec, layers = native.spec, native.spec.moe_layers
-    missing = set(layers) - set(batch.spec.moe_layers)
-    expected = dataclasses.replace(batch.spec, moe_layers=layers) if not missing else batch.spec
-    if spec != expected:
-        raise TraceError(f"native has routing of {spec}, expected layers of {batch.spec}")
-    if not (
-        np.array_equal(native.token_ids, batch.token_ids)
-        and np.array_equal(native.cu_seqlens, batch.cu_seqlens)
-    ):
-        raise TraceError("native is of other tokens than the batch, expected the same sequences")
-    a, b = batch.routed_experts, native.routed_experts
-    if layers != batch.spec.moe_layers:
-        a = a[:, [batch.spec.moe_layers.index(i) for i in layers]]
-    valid = batch.valid & native.valid
-    differences = Differences.between(a, b, valid, spec)
-    found = RoutingDisagreement.of(differences, a, b, batch.cu_seqlens)
-    counts = LayerCounts(
-        top_k=spec.top_k,
-        tokens=found.tokens,
-        differing=found.tokens - int(found.layers_per_token[0]),
-        cells=found.cells,
-        experts=found.experts,
-        load_a=found.load_a,
-        load_b=found.load_b,
-    )
-    return {layers: counts}, valid, differences.layers_per_row
-
-
-def _load_only(batch: RoutingBatch) -> LayerCounts:
-    load = expert_load(batch.routed_experts, batch.valid, batch.spec)
-    none = np.zeros(len(load), np.int64)
-    return LayerCounts(batch.spec.top_k, 0, 0, none, none, load, np.zeros_like(load))
-
-
-def _per_token(values: Any, name: str, tokens: int) -> np.ndarray:
-    values = on_host(values, name)
-    if values.shape != (tokens,):
-        raise TraceError(
-            f"{name} has shape {list(values.shape)}, expected [{tokens}]: one for each token of "
-            "the batch, packed like it, prompts included"
-        )
-    return values
+_CHECK = of_json.fields(  # of what `to_json` writes; LogprobMismatch checks its own
+    {
+        "format": of_json.leaf(lambda x: x == _FORMAT, repr(_FORMAT)),
+        "has_logprobs": of_json.flag,
+        "mismatch": of_json.anything,
+        "slices": of_json.mapped(
+            of_json.mapped(
+                of_json.fields(
+                    {
+                        "mismatch": of_json.anything,
+                        **dict.fromkeys(
+                            ("rows", "differing", "cells", "differing_cells"), of_json.count
+                        ),
+                    },
+                    of_json.nothing,
+                )
+            )
+        ),
+        "routing": of_json.listed(of_json.pair(of_json.listed(of_json.layer), CHECK)),
+        **dict.fromkeys(
+            ("rollouts", "rows", "rows_without_route", "rollouts_without_route", "lag_rows"),
+            of_json.count,
+        ),
+        "without_route": of_json.listed(of_json.text),
+        # a sum of lags of 64 bits
+        "lag_sum": of_json.integer(-(2**126), 2**126, "an integer"),
+        "lag_max": lambda x: None if x is None else of_json.int64(x),
+        "replay": of_json.listed(
+            of_json.pair(
+                of_json.layer,
+                of_json.fields(dict.fromkeys(REPLAY_COUNTS, of_json.count), of_json.nothing),
+            )
+        ),
+        "replay_top_k": of_json.count,
+    },
+    of_json.nothing,
+)
 
 
 _Key = TypeVar("_Key")
@@ -296,13 +285,3 @@ _Value = TypeVar("_Value", int, LayerCounts)
 def _joined(a: Mapping[_Key, _Value], b: Mapping[_Key, _Value]) -> dict[_Key, _Value]:
     """Both, with the values of a key that both have added."""
     return {**a, **{k: a[k] + v if k in a else v for k, v in b.items()}}
-
-
-def _as_list(item: tuple[str, Any]) -> tuple[str, Any]:
-    name, value = item
-    return name, value.tolist() if isinstance(value, np.ndarray) else value
-
-
-def _as_array(item: tuple[str, Any]) -> tuple[str, Any]:
-    name, value = item
-    return name, np.array(value, np.int64) if isinstance(value, list) else value

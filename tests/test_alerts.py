@@ -195,6 +195,18 @@ def test_nothing_known_is_nothing_wrong(nothing):
     assert alerts_of([unknown, {}] * 15, healthy(1)[0]) == []
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_integers_beyond_float64(sign):
+    *past, now = healthy(31)
+    size = sign * 10**400
+    names = [name for name, value in now.items() if isinstance(value, float)]
+    for name in names:
+        found = alerts_of([{**m, name: size} for m in past], {**now, name: size})
+        assert all(a.value == sign * math.inf for a in found)
+    assert names_of(past, {**now, "rollout_corr/k3_kl": 10**400}) == ["kl"]
+    assert names_of(past, {**now, "routing/ess": -(10**400)}) == ["ess_token"]
+
+
 def test_limits_are_the_users():
     *past, now = healthy(31)
     for metrics in past:

@@ -675,6 +675,16 @@ def test_states_do_not_change():
 ONE = np.array([-1.0, -2.0])
 
 
+def nested(depth: int) -> list:
+    found: list = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+DEEP = nested(5000)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -715,6 +725,8 @@ def test_logprobs_that_are_refused(arguments, message):
         ({"mask": [1, NAN]}, r"mask is nan at \[1\]"),
         ({"mask": ["a", "b"]}, "mask is <U1, expected bool"),
         ({"names": ["a", "b"]}, "2 names, expected one for each of 1 sequences"),
+        ({"names": []}, "0 names, expected one for each of 1 sequences"),
+        ({"names": 5}, "names is of type int, expected one for each sequence"),
         ({"clip": (2.0, 0.5)}, r"clip is \(2.0, 0.5\), expected bounds"),
         ({"clip": (0.5, 0.9)}, "clip"),
         ({"clip": (1.1, 2.0)}, "clip"),
@@ -723,6 +735,8 @@ def test_logprobs_that_are_refused(arguments, message):
         ({"clip": (NAN, 2.0)}, "clip"),
         ({"clip": (0.5, INF)}, "clip"),
         ({"clip": 2.0}, "clip"),
+        ({"clip": (0.5, 10**400)}, "clip"),
+        ({"clip": DEEP}, "clip"),
         ({"clip": (0.5, 1, 2)}, "clip"),
         ({"clip": ("a", "b")}, "clip"),
     ],
@@ -775,6 +789,7 @@ def changed(path: list[object], value: object) -> dict:
         (["counts", "tokens"], 8),
         (["counts", "tokens"], 7.0),
         (["counts", "high"], -1),
+        (["counts", "high"], 2**63),
         (["counts", "high"], True),
         (["counts", "more"], 1),
         (["counts", "sequences"], 0),
@@ -795,6 +810,7 @@ def changed(path: list[object], value: object) -> dict:
         (["weights", "token"], [[0, ["inf"], [1.0]]]),
         (["weights", "token"], [[0, [1.0], [1.0]], [0, [1.0], [1.0]]]),
         (["weights", "token"], {}),
+        (["weights", "token"], [[10**16, [1.0], [1.0]]]),
         (["abs_logratios"], None),
         (["abs_logratios", "count"], 6),
         (["abs_logratios"], {"count": 0, "values": ""}),
@@ -806,6 +822,37 @@ def changed(path: list[object], value: object) -> dict:
 def test_what_no_state_writes_is_refused(path, value):
     with pytest.raises(FormatError, match="a mismatch cannot be read: "):
         LogprobMismatch.from_dict(changed(path, value))
+
+
+PLACES = [
+    *(["format"], ["clip"], ["counts"], ["counts", "tokens"], ["sums", "lr"], ["sums", "lr", 0]),
+    *(["maxima", "lr"], ["weights", "token"], ["weights", "token", 0], ["weights", "token", 0, 0]),
+    *(["weights", "token", 0, 1], ["weights", "token", 0, 1, 0], ["abs_logratios"]),
+    *(["abs_logratios", "count"], ["abs_logratios", "values"], ["examples"], ["examples", 0]),
+]
+
+
+@pytest.mark.parametrize("path", PLACES, ids=str)
+def test_depth_takes_no_stack(path):
+    found = changed(["examples"], ["text"])
+    inner = found
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = DEEP
+    with pytest.raises(FormatError, match="a mismatch cannot be read: ") as caught:
+        LogprobMismatch.from_dict(found)
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_count_of_thousands_of_digits():
+    with pytest.raises(FormatError, match="a mismatch cannot be read: "):
+        LogprobMismatch.from_dict(changed(["counts", "high"], 10**5000))
+
+
+def test_names_of_any_kind_of_list():
+    for names in (["a"], ("a",), np.array(["a"])):
+        found = LogprobMismatch.of(np.array([NAN]), np.array([-1.0]), names=names)
+        assert found.examples[0].startswith("sequence a: token 0")
 
 
 @pytest.mark.parametrize("found", [None, [], "text", {}, {"format": "r3-mismatch/1"}])

@@ -31,11 +31,13 @@ from r3.alignment import diagnose
 from r3.disagreement import RoutingDisagreement
 from r3.mismatch import LogprobMismatch
 from r3.monitor import NAMES, StepMonitor, StepState, environment_of, read_metrics
-from r3.step_figures import MOST_LABELS, OTHER, figures
+from r3.slices import label_order
+from r3.step_figures import MOST_LABELS, OTHER, figures, layer_figures, slice_figures
 from r3.trainer_hooks.megatron_report import LayerCounts, ReplayReport
 
 SPEC = RouterSpec(num_experts=8, top_k=2, moe_layers=(1, 2, 4), num_layers=5)
 LENGTHS = (6, 1, 12, 9)
+DEEP = json.loads("[" * 900 + "]" * 900)
 
 
 def random_ids(rng: np.random.Generator, rows: int, spec: RouterSpec = SPEC) -> np.ndarray:
@@ -398,9 +400,138 @@ def test_states_that_do_not_fit_are_refused():
     spec = replace(SPEC, num_experts=9)
     with pytest.raises(TraceError, match="top 2 of 9 experts to counts of top 2 of 8"):
         _ = a + StepState.of(replace(batch, spec=spec))
-    for text in ("", "[]", "{}", '{"format": "r3-step/2"}', "nothing", '{"format": "r3-step/1"}'):
-        with pytest.raises(TraceError, match=r"not the text of StepState.to_json"):
-            StepState.from_json(text)
+    with pytest.raises(TypeError):
+        _ = a + 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", '{"format": "r3-step/2"}', "nothing", '{"format": "r3-step/1"}', "null"),
+        *("[" * 100_000, b"\xff"),
+    ],
+)
+def test_what_is_no_state_is_refused(text):
+    with pytest.raises(TraceError, match=r"not the text of StepState.to_json"):
+        StepState.from_json(text)
+
+
+def full_state() -> StepState:
+    batch = make_batch()
+    return StepState.of(
+        batch,
+        trainer_of(batch),
+        native=native_of(batch),
+        report=report_of(),
+        weight_version=6,
+        labels={"env": ["a", "b", "a", "b"]},
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["format"], "r3-step/2", "format is 'r3-step/2', expected 'r3-step/1'"),
+        (["more"], 1, "more is 1, expected no such field"),
+        (["has_logprobs"], 1, "has_logprobs is 1, expected true or false"),
+        (["mismatch"], None, "a mismatch cannot be read"),
+        (["mismatch", "counts", "left_out"], 2**63, "counts: left_out is 9223372036854775808"),
+        (["mismatch", "sums", "lr"], DEEP, r"lr: found \[\[\["),
+        (["slices"], [], "slices is"),
+        (["slices", "env", "a", "rows"], "x", r"slices\.env\.a\.rows is 'x', expected an integer"),
+        (["slices", "env", "a", "rows"], 0, "slices: differing is"),
+        (["slices", "env", "a", "mismatch"], {}, "a mismatch cannot be read"),
+        (["slices", "env", "a", "more"], 1, r"slices\.env\.a\.more"),
+        (["rollouts"], "x", "rollouts is 'x', expected an integer of 0"),
+        (["rollouts"], 2**63, "rollouts is 9223372036854775808"),
+        (["rows"], -1, "rows is -1"),
+        (["rows"], 10**400, "rows is 1000"),
+        (["rows"], 24.0, r"rows is 24\.0"),
+        (["rows_without_route"], 25, "rows_without_route is 25, expected at most 24"),
+        (["rollouts_without_route"], 5, "rollouts_without_route is 5, expected at most 4"),
+        (["without_route"], ["x"] * 9, "without_route is 9, expected at most 8"),
+        (["without_route"], [1], r"without_route\.0 is 1, expected text"),
+        (["lag_rows"], 0, "lag_rows is 0, lag_sum"),
+        (["lag_max"], None, "lag_max None"),
+        (["lag_max"], 2**63, "lag_max is 9223372036854775808"),
+        (["lag_sum"], 10**40, "lag_sum is 1"),
+        (["lag_sum"], 24 * 3 + 1, "lag_sum 73 and lag_max 3"),
+        (["lag_sum"], math.nan, "lag_sum is nan"),
+        (["replay_top_k"], 0, "replay_top_k is 0, of 2 layers"),
+        (["replay"], [], "replay_top_k is 2, of 0 layers"),
+        (["replay", 0], [1], r"replay\.0 is \[1\], expected a list of 2"),
+        (["replay", 0, 0], "1", r"replay\.0\.0 is '1', expected a layer"),
+        (["replay", 0, 0], 4, "the same layers twice"),
+        (["replay", 0, 1, "rows_stale"], -1, r"replay\.0\.1\.rows_stale is -1"),
+        (["routing", 0, 0], [], "one or more, ascending"),
+        (["routing", 0, 0], [1, 2], "expected those of 2 layers"),
+        (["routing", 0, 0], [1, 4, 2], "ascending"),
+        (["routing", 0, 0, 0], -1, "expected a layer"),
+        (["routing", 0, 1, "cells"], None, r"cells is None, expected a list"),
+        (["routing", 0, 1, "cells"], [1, 2], "counts of shapes"),
+        (["routing", 0, 1, "cells", 0], 24, "more that differ than the 23 tokens"),
+        (["routing", 0, 1, "differing"], 24, "more that differ than the 23 tokens"),
+        (["routing", 0, 1, "experts", 0], 2**63, r"experts\.0 is"),
+        (["routing", 0, 1, "load_a"], [], "counts of shapes"),
+        (["routing", 0, 1, "load_a"], [[1], [1, 2], [3]], "inhomogeneous"),
+        (["routing", 0, 1, "load_b"], [[1], [2], [3]], "counts of shapes"),
+        (["routing", 0, 1, "load_b", 0], DEEP, r"load_b\.0\.0 is \[\["),
+        (["routing", 0, 1, "top_k"], 9, "top 9 of 8 experts"),
+        (["routing", 0, 1, "top_k"], 0, "top 0 of 8 experts"),
+    ],
+)
+def test_a_state_that_no_rank_writes_is_refused(path, value, message):
+    found = json.loads(full_state().to_json())
+    inner = found
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(TraceError, match=rf"not the text of StepState.to_json\(\): .*{message}"):
+        StepState.from_json(json.dumps(found))
+
+
+def test_a_state_is_what_it_was_behind_text():
+    state = full_state() + full_state()
+    for one in (state, StepState.of(make_batch())):
+        again = StepState.from_json(one.to_json())
+        assert again.to_json() == one.to_json()
+        assert same(figures(again), figures(one))
+
+
+def test_lags_of_any_size_are_summed():
+    batch = make_batch()
+    versions = batch.weight_versions[batch.valid].tolist()
+    for version in (0, 5, 2**63 - 1, np.int64(7)):
+        state = StepState.of(batch, weight_version=version)
+        assert state.lag_sum == sum(int(version) - x for x in versions)
+        assert state.lag_max == int(version) - min(versions)
+        assert StepState.from_json(state.to_json()).lag_sum == state.lag_sum
+
+
+def test_load_of_batches_with_and_without_native():
+    """What is documented: the engine's of the rows compared, and of all rows of the others."""
+    batch = make_batch()
+    native = native_of(batch)
+    found = layer_figures(StepState.of(batch, native=native) + StepState.of(batch))
+    compared = batch.valid & native.valid
+    for i, layer in enumerate(found):
+        ids = [batch.routed_experts[rows][:, i].ravel() for rows in (compared, batch.valid)]
+        load = np.bincount(np.concatenate(ids), minlength=8)
+        assert layer["max_vio_engine"] == pytest.approx(load.max() / load.mean() - 1)
+        load = np.bincount(native.routed_experts[compared][:, i].ravel(), minlength=8)
+        assert layer["max_vio_trainer_free"] == pytest.approx(load.max() / load.mean() - 1)
+
+
+def test_labels_of_many_digits_are_text():
+    labels = ["9" * 5000, "10", "b", "7", "1" * 18, "2" * 19, "other", "8-15", "newer"]
+    found = sorted(labels, key=label_order)
+    expected = ["newer", "7", "8-15", "10", "1" * 18, "2" * 19, "9" * 5000, "b", "other"]
+    assert found == expected
+    batch = make_batch()
+    state = StepState.of(
+        batch, native=native_of(batch), labels={"turn": ["9" * 5000, "1", "1", "2"]}
+    )
+    assert list(slice_figures(state)["turn"]) == ["1", "2", "9" * 5000]
 
 
 @pytest.mark.parametrize(
@@ -412,6 +543,36 @@ def test_states_that_do_not_fit_are_refused():
         ),
         ({"trainer_logprobs": np.zeros(27)}, r"shape \[27\], expected \[28\]"),
         ({"mask": np.ones(3, bool)}, r"mask has shape \[3\]"),
+        *(
+            ({"mask": np.full(28, x)}, rf"mask is {x} at \[0\], expected bool, or 0 and 1")
+            for x in (0.5, math.nan, -1, 2)
+        ),
+        ({"mask": ["yes"] * 28}, "mask is <U3, expected bool, or 0 and 1"),
+        ({"labels": ["a"] * 28}, "labels is of type list, expected a dictionary by dimension"),
+        ({"labels": {("a", "b"): [1] * 4}}, r"labels: \('a', 'b'\) is a dimension, expected text"),
+        ({"labels": {"turn": [[1], [1, 2], 3, 4]}}, "labels: 'turn' is not an array"),
+        (
+            {"labels": {"turn": np.array([[1], [1, 2], 3, 4], object)}},
+            r"labels: 'turn': entry 0 is \[1\], expected text or an integer",
+        ),
+        ({"labels": {"turn": ["a", None, "b", "c"]}}, "entry 1 is None, expected text"),
+        ({"labels": {"turn": [10**5000, 1, 2, 3]}}, "labels: 'turn': .* limit"),
+        *(
+            (
+                {"weight_version": x},
+                r"weight_version is .*, expected an integer of 0 to 2\*\*63 - 1",
+            )
+            for x in ("7", math.nan, 1.5, 2**63, -1, True, [1], 10**5000, np.float32(1))
+        ),
+        ({"native": "native"}, "native is of type str, expected a RoutingBatch"),
+        ({"report": report_of}, "report is of type function, expected what MegatronReplay.report"),
+        ({"report": {"layers": {}}}, "report is of type dict"),
+        ({"report": replace(report_of(), top_k=0)}, "no top_k"),
+        ({"report": ReplayReport({1: LayerCounts(-1)})}, "negative counts"),
+        ({"trainer_logprobs": "logprobs"}, r"trainer_logprobs has shape \[\]"),
+        ({"alignment": "row shift"}, "alignment is of type str, expected Alignment"),
+        ({"engine": {"dtype": "x"}}, "engine is of type dict, expected Provenance"),
+        ({"trainer": "megatron"}, "trainer is of type str, expected Provenance"),
         ({"labels": {"turn": np.zeros(5, int)}}, r"'turn' is int64 of shape \[5\], expected text"),
         ({"labels": {"turn": np.zeros(28)}}, "'turn' is float64"),
         ({"labels": {"length": np.zeros(28, int)}}, "'length' comes by itself"),
@@ -437,6 +598,18 @@ def test_a_state_or_a_batch(tmp_path):
             monitor.record(0, state, batch=batch)
         with pytest.raises(TraceError, match="a state or a batch"):
             monitor.record(0, state, weight_version=1)
+        with pytest.raises(
+            TraceError,
+            match="state is of type RoutingBatch, expected StepState, a batch is given as batch=",
+        ):
+            monitor.record(0, batch)
+        with pytest.raises(TraceError, match="state is of type str, expected StepState"):
+            monitor.record(0, state.to_json())
+        with pytest.raises(TraceError, match="batch is of type StepState, expected a RoutingBatch"):
+            monitor.record(0, batch=state)
+        for step in (2**63, -(2**63), 10**5000):
+            with pytest.raises(TraceError, match=r"expected an integer below 2\*\*63"):
+                monitor.record(step, state)
         for step in (1.0, "1", True, None, np.ones(2)):
             with pytest.raises(TraceError, match="expected an integer"):
                 monitor.record(step, state)
@@ -523,10 +696,11 @@ def test_a_changed_environment_is_recorded_once(tmp_path):
 
 
 def test_values_of_an_environment_are_plain():
-    made = Provenance(extra={"stop": ["a", "b"], "path": Path("x"), "ratio": math.nan})
+    made = Provenance(extra={"stop": ["a", "b"], "path": Path("x"), "ratio": math.nan, "id": 2**64})
     found = environment_of(made, "trainer")
     assert found["trainer.extra.stop"] == "['a', 'b']"
     assert found["trainer.extra.path"] == "x"
+    assert found["trainer.extra.id"] == "0x10000000000000000"
 
 
 def test_rollouts_without_a_route_are_named(tmp_path):
@@ -665,20 +839,82 @@ def test_a_torn_last_line_is_cut_off(tmp_path):
     assert len(lines_of(path)) == 1
 
 
+RECORD = b'{"step":1,"time":1.5,"metrics":{"a":1}}'
+
+
 @pytest.mark.parametrize(
     "content",
-    [b"abc", b"R3SHARD\x00\x01\x02", b'{"a": 1}\n', b"[1]\n{", b'{"step": 1}\nxyz', b"\n", b"{"],
+    [
+        *(b"abc", b"R3SHARD\x00\x01\x02", b'{"a": 1}\n', b"[1]\n{", b'{"step": 1}\nxyz', b"\n"),
+        # whole JSON values without a newline
+        *(b'{"step": 1, "loss": 2.5}', b'{"step":1,"metrics":{"a":"str"}}', b"17", b'"text"'),
+        *(b'{"step":1,"time":2,"loss":2.5}', b'{"step":1,"time":2} and more'),
+        b'{"step":1,"time":2,"metrics":{"a":' + b"1" * 5000 + b"}}",
+        b'{"step":1,"time":NaN}',
+        b'{"step":1,"time":2,"text":"\xff"}',
+        # beginnings, but not surely of a line of ours
+        *(
+            b"{",
+            b'{"step',
+            b'{"step":',
+            b'{"step":1',
+            b'{"step":1,"time"',
+            b'{"step": 1, "time": 2',
+        ),
+        *(b'{"step":"1","time":', b'{"step":1,"loss":2.', b'{"step":1,"time":2,"loss":'),
+        *(b'{"step":1,"time":noon', b'{"step":1,"time":' + b"[" * 5000),
+        # behind records of ours
+        *(RECORD + b'\n{"step": 1, "loss": 2.5}', RECORD + b"\n[1]", RECORD + b"\n" + b"[" * 5000),
+    ],
 )
 def test_another_kind_of_file_stays_as_it_is(tmp_path, content):
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
-    if content == b"{":  # what a run may have left of its first line
-        with pytest.warns(TornShardWarning):
-            StepMonitor(path).close()
-        return
-    with pytest.raises(FormatError, match=r"notes\.txt"):
-        StepMonitor(path)
+    for act in (StepMonitor, read_metrics):
+        with pytest.raises(FormatError, match=r"notes\.txt"):
+            act(path)
+        assert path.read_bytes() == content
+
+
+def test_a_last_line_is_kept_or_cut_off_but_never_lost(tmp_path):
+    """Any beginning of a line, alone and behind a record"""
+    path = tmp_path / "m.jsonl"
+    surely = len(b'{"step":1,"time":')
+    for before in (b"", RECORD + b"\n"):
+        for end in range(1, len(RECORD) + 1):
+            rest = RECORD[:end]
+            path.write_bytes(before + rest)
+            if rest == RECORD:
+                StepMonitor(path).close()
+                assert path.read_bytes() == before + rest + b"\n"
+                assert read_metrics(path) == [json.loads(RECORD)]
+            elif before or end >= surely:
+                assert len(read_metrics(path)) == bool(before)
+                with pytest.warns(TornShardWarning, match=f"{end} bytes are cut off"):
+                    StepMonitor(path).close()
+                assert path.read_bytes() == before
+            else:
+                with pytest.raises(FormatError, match="expected JSON lines of a StepMonitor"):
+                    StepMonitor(path)
+                assert path.read_bytes() == before + rest
+
+
+def test_a_line_beyond_all_size_is_no_torn_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("r3.metrics_file.MAX_LINE", 100_000)
+    path = tmp_path / "m.jsonl"
+    content = RECORD[:-2] * 5000
+    path.write_bytes(content)
+    for act in (StepMonitor, read_metrics):
+        with pytest.raises(FormatError, match="more than 100000 bytes"):
+            act(path)
     assert path.read_bytes() == content
+
+
+def test_no_steps_are_none(tmp_path):
+    path = tmp_path / "m.jsonl"
+    with StepMonitor(path):
+        assert read_metrics(path) == read_metrics(path, last=1) == []
+    assert read_metrics(path) == []
 
 
 def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
@@ -703,10 +939,13 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
         ('{"step": 1, "metrics": {"a": NaN}}', "NaN is no JSON"),
         ('{"step": 1, "metrics": {"a": true}}', "a is True, expected a number or null"),
         ('{"step": 1, "metrics": {"a": "1"}}', "a is '1', expected a number or null"),
-        ('{"step": 1, "metrics": []}', 'expected an object with "metrics"'),
-        ('{"step": 1.0, "metrics": {}}', 'integer "step"'),
-        ('{"step": true, "metrics": {}}', 'integer "step"'),
-        ("[]", 'integer "step"'),
+        ('{"step": 1}', 'expected an object with "metrics"'),
+        ('{"metrics": {}}', 'expected an object with "step"'),
+        ('{"step": 1, "metrics": []}', r"metrics is \[\], expected an object"),
+        ('{"step": 1.0, "metrics": {}}', "step is 1.0, expected an integer"),
+        ('{"step": true, "metrics": {}}', "step is True, expected an integer"),
+        (f'{{"step": {2**63}, "metrics": {{}}}}', "step is 9223372036854775808, expected"),
+        ("[]", r"it is \[\], expected an object"),
         ("[" * 100_000, "not strict JSON"),
         ("", "not strict JSON"),
     ],
@@ -717,6 +956,125 @@ def test_a_line_that_no_monitor_writes_is_named(tmp_path, line, message):
     path.write_text(f"{good}\n{line}\n{good}\n")
     with pytest.raises(FormatError, match=rf"m\.jsonl: line 2: .*{message}"):
         read_metrics(path)
+
+
+ALERT = {"name": "kl", "level": "bad", "message": "m", "look_at": "l", "figure": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"metrics": {"a": 10**400}}, r"metrics\.a is 10000.*0000, expected a number or null"),
+        ({"metrics": {"a": math.inf}}, r"metrics\.a is inf"),  # as 1e999 is read
+        (
+            {"metrics": {"a": DEEP}},
+            r"metrics\.a is \[\[\[\[\[\[\[...\]+, expected a number or null",
+        ),
+        ({"time": "now"}, "time is 'now', expected a number"),
+        ({"alerts": {}}, "alerts is {}, expected a list"),
+        ({"alerts": None}, "alerts is None, expected a list"),
+        ({"alerts": ["kl"]}, r"alerts\.0 is 'kl', expected an object"),
+        (
+            {"alerts": [ALERT, {**ALERT, "level": "good"}]},
+            r"alerts\.1\.level is 'good', expected one",
+        ),
+        ({"alerts": [{**ALERT, "level": []}]}, r"alerts\.0\.level is \[\]"),
+        ({"alerts": [{**ALERT, "figure": 1}]}, r"alerts\.0\.figure is 1, expected text or null"),
+        (
+            {"alerts": [{**ALERT, "value": "1"}]},
+            r"alerts\.0\.value is '1', expected a number or null",
+        ),
+        ({"alerts": [{**ALERT, "more": DEEP}]}, r"alerts\.0\.more is .*levels of lists"),
+        *(
+            ({"alerts": [{**ALERT, name: 1}]}, rf"alerts\.0\.{name} is 1, expected text")
+            for name in ("name", "message", "look_at")
+        ),
+        *(
+            (
+                {"alerts": [{k: v for k, v in ALERT.items() if k != name}]},
+                rf'alerts\.0 is .*, expected an object with "{name}"',
+            )
+            for name in ("name", "message", "look_at", "level")
+        ),
+        ({"layers": {"1": {}}}, "layers is .*, expected a list"),
+        ({"layers": [1]}, r"layers\.0 is 1, expected an object"),
+        ({"layers": [{}]}, r'layers\.0 is {}, expected an object with "layer"'),
+        ({"layers": [{"layer": 1.0}]}, r"layers\.0\.layer is 1\.0, expected a layer"),
+        ({"layers": [{"layer": -1}]}, r"layers\.0\.layer is -1"),
+        ({"layers": [{"layer": 2**31 + 1}]}, r"layers\.0\.layer is 2147483649"),
+        ({"layers": [{"layer": 1, "max_vio_engine": "1"}]}, r"layers\.0\.max_vio_engine is '1'"),
+        ({"slices": []}, r"slices is \[\], expected an object"),
+        ({"slices": {"length": {"8-15": 1}}}, r"slices\.length\.8-15 is 1, expected an object"),
+        ({"slices": {"length": {"8-15": {"rows": []}}}}, r"slices\.length\.8-15\.rows is \[\]"),
+        ({"changes": []}, "changes is"),
+        (
+            {"changes": {"engine.dtype": "x"}},
+            r"changes\.engine\.dtype is 'x', expected a list of 2",
+        ),
+        ({"changes": {"a": [1, 2, 3]}}, r"changes\.a is \[1, 2, 3\], expected a list of 2"),
+        ({"changes": {"a": [1, [2]]}}, r"changes\.a\.1 is \[2\], expected text, a number"),
+        ({"environment": 1}, "environment is 1, expected an object"),
+        ({"environment": {"a": {}}}, r"environment\.a is {}"),
+        (
+            {"left_out": {"trainer_nan": -1}},
+            r"left_out\.trainer_nan is -1, expected an integer of 0",
+        ),
+        ({"left_out": {"trainer_nan": 2**63}}, r"left_out\.trainer_nan is"),
+        ({"examples": "text"}, "examples is 'text', expected a list"),
+        ({"examples": [1]}, r"examples\.0 is 1, expected text"),
+        ({"rollouts_without_route": [None]}, r"rollouts_without_route\.0 is None, expected text"),
+        ({"alignment": []}, r"alignment is \[\], expected an object"),
+        ({"alignment": {"fault": 1, "text": ""}}, r"alignment\.fault is 1, expected text or null"),
+        ({"alignment": {"fault": "row shift"}}, 'alignment is .*, expected an object with "text"'),
+        ({"pad": DEEP}, "pad is .*, expected at most 15 levels of lists and objects"),
+    ],
+)
+def test_a_field_of_another_type_is_named(tmp_path, fields, message):
+    path = tmp_path / "m.jsonl"
+    good = json.dumps({"step": 0, "metrics": {}})
+    bad = json.dumps({"step": 1, "metrics": {}, **fields}).replace("Infinity", "1e999")
+    path.write_text(f"{good}\n{bad}\n{good}\n")
+    with pytest.raises(FormatError, match=rf"m\.jsonl: line 2: {message}") as caught:
+        read_metrics(path)
+    assert len(str(caught.value)) < 500
+    with pytest.raises(FormatError, match=rf"m\.jsonl: line 2 from the end: {message}"):
+        StepMonitor(path)
+
+
+def test_lines_of_other_versions_are_read(tmp_path):
+    path = tmp_path / "m.jsonl"
+    lines = [
+        {"step": 0, "metrics": {}},
+        {"step": 1, "metrics": {"a": None, "b": 1, "c": -1e300}, "alignment": None, "pad": [[1]]},
+        {
+            "step": 2,
+            "metrics": {},
+            "alerts": [{**ALERT, "more": {"a": 1}}],
+            "layers": [{"layer": 0}],
+        },
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert read_metrics(path) == lines
+    with StepMonitor(path) as monitor:
+        monitor.record(3, batch=make_batch())
+    assert len(read_metrics(path)) == 4
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 20), max_size=40), st.integers(1, 25))
+def test_the_highest_steps_are_kept(tmp_path_factory, steps, last):
+    path = tmp_path_factory.mktemp("m") / "m.jsonl"
+    lines = [{"step": step, "metrics": {"at": i}} for i, step in enumerate(steps)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert read_metrics(path, last=last) == read_metrics(path)[-last:]
+
+
+def test_a_number_of_steps_that_is_none(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b"")
+    for last in (0, -1, True, 1.0, "1"):
+        with pytest.raises(TraceError, match="expected None or an integer of at least 1"):
+            read_metrics(path, last=last)
 
 
 def test_files_that_are_none(tmp_path):

@@ -206,6 +206,9 @@ def test_a_sketch_as_it_is_written():
         ({**SKETCH, "keys": [0]}, "ascend"),
         ({**SKETCH, "counts": [3, 0]}, "positive count"),
         ({**SKETCH, "counts": [1, True]}, "counts: expected integers"),
+        ({**SKETCH, "counts": [1, 2**63 - 1], "count": 2**63}, r"expected less than 2\*\*63"),
+        ({**SKETCH, "zeros": 2**63 - 3, "count": 2**63}, r"expected less than 2\*\*63"),
+        ({**SKETCH, "count": 10**5000}, "cannot be read"),
         ({**SKETCH, "count": 4}, "count is 4, zeros and counts sum to 3"),
         ({**SKETCH, "zeros": -1, "count": 2}, "zeros < 0"),
         ({**SKETCH, "smallest": "1"}, "expected numbers"),
@@ -217,6 +220,17 @@ def test_a_sketch_as_it_is_written():
 def test_what_no_state_writes_is_refused(changed, message):
     with pytest.raises(FormatError, match=message):
         Quantiles.from_dict(changed)
+
+
+@pytest.mark.parametrize("key", [*SKETCH, "values"])
+def test_depth_takes_no_stack(key):
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    found = {"count": 1, "values": deep} if key == "values" else {**SKETCH, key: deep}
+    for value in (found, deep):
+        with pytest.raises(FormatError, match="quantiles cannot be read"):
+            Quantiles.from_dict(value)
 
 
 @settings(max_examples=300, deadline=None)

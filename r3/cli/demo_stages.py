@@ -183,13 +183,14 @@ def recompute(report: Report, *, model: Path, file: Path) -> None:
                 gaps = native.margins() if margins and name == "native" else None
                 for trace in own.to_traces(provenance=made, margins=gaps):
                     shards[name].append(trace)
+            version = int(batch.weight_versions.max())
             # what a training step records: log-probabilities of the pass that is trained with
             parts.append(
                 {
                     "batch": batch,
                     "trainer_logprobs": used["replay"].logprobs,
                     "native": used["native"],
-                    "weight_version": int(batch.weight_versions.max()),
+                    "weight_version": version if version >= 0 else None,  # the engine's
                 }
             )
             alignment = alignment or native.alignment()

@@ -99,10 +99,7 @@ def load(data: Mapping[str, Any]) -> Load | None:
         return None
     k = max(usable, key=lambda i: _apart(*both[i]) or 0.0)
     top = max(max(x) * len(x) / sum(x) for x in both[k])
-    paths = {
-        key: _path([v * len(x) / sum(x) for v in x], top)
-        for (key, _, _), x in zip(_SIDES, both[k], strict=True)
-    }
+    paths = {key: _path(_of_mean(x), top) for (key, _, _), x in zip(_SIDES, both[k], strict=True)}
     said = (
         f"Layer {word(layers[k])}: busiest expert {_busiest(both[k][0])} (engine) and "
         f"{_busiest(both[k][1])} (trainer), up to {number(top)} times the mean; "
@@ -116,6 +113,12 @@ def load(data: Mapping[str, Any]) -> Load | None:
 
 def _load(data: Mapping[str, Any], key: str, k: int) -> list[float]:
     return [known(v) or 0.0 for v in items(data, "routing", "native", key, k)]
+
+
+def _of_mean(load: list[float]) -> list[float]:
+    """Each as a multiple of the mean, which is not 0"""
+    mean = sum(load) / len(load)
+    return [v / mean for v in load]
 
 
 def _busiest(load: list[float]) -> int | None:
