@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import r3
+from cli_tools import assert_one_line_and_exit_2, r3_command
 from r3.storage import ShardReader, ShardWriter
-
-
-def r3_command(*args: object, timeout: int = 500) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "r3.cli", *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1"},
-    )
-
-
-def assert_one_line_and_exit_2(done: subprocess.CompletedProcess, *words: str) -> None:
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.startswith("r3: ")
-    assert done.stderr.count("\n") == 1, done.stderr
-    for word in words:
-        assert word in done.stderr
 
 
 @pytest.fixture
@@ -63,7 +42,7 @@ def test_inspect_prints_a_table_and_json(shard):
     assert (summary["traces"], summary["tokens"], summary["num_experts"]) == (3, 60, 60)
 
 
-def test_inspect_refuses_what_is_not_a_shard(shard, tmp_path):
+def test_inspect_refuses_what_is_not_a_shard(r3_here, shard, tmp_path):
     data = shard.read_bytes()
     middle = len(data) // 2
     flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
@@ -75,22 +54,22 @@ def test_inspect_refuses_what_is_not_a_shard(shard, tmp_path):
         "text.r3": b"hello\n",
     }.items():
         (tmp_path / name).write_bytes(content)
-        assert_one_line_and_exit_2(r3_command("inspect", tmp_path / name), name)
-    assert_one_line_and_exit_2(r3_command("inspect", tmp_path / "absent.r3"), "absent.r3")
-    assert_one_line_and_exit_2(r3_command("inspect", tmp_path), str(tmp_path))
-    assert_one_line_and_exit_2(r3_command("inspect"), "FILE")
+        assert_one_line_and_exit_2(r3_here("inspect", tmp_path / name), name)
+    assert_one_line_and_exit_2(r3_here("inspect", tmp_path / "absent.r3"), "absent.r3")
+    assert_one_line_and_exit_2(r3_here("inspect", tmp_path), str(tmp_path))
+    assert_one_line_and_exit_2(r3_here("inspect"), "FILE")
 
 
-def test_inspect_reads_what_is_whole(shard, tmp_path):
+def test_inspect_reads_what_is_whole(r3_here, shard, tmp_path):
     torn = tmp_path / "torn.r3"
     torn.write_bytes(shard.read_bytes()[:-7])
-    done = r3_command("inspect", torn, "--json")
+    done = r3_here("inspect", torn, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["traces"] == 3
     assert "3 whole records precede" in done.stderr
 
 
-def test_demo_refuses_models_it_cannot_run(tmp_path):
+def test_demo_refuses_models_it_cannot_run(r3_here, tmp_path):
     def model(name: str, config: object, weights: bool = True) -> Path:
         folder = tmp_path / name
         folder.mkdir()
@@ -121,12 +100,12 @@ def test_demo_refuses_models_it_cannot_run(tmp_path):
         model("bare", {"model_type": "qwen3_moe", "num_experts": 8, **sizes}, False): "weights",
     }
     for path, words in cases.items():
-        done = r3_command("demo", "--out", out, "--model", path)
+        done = r3_here("demo", "--out", out, "--model", path)
         assert_one_line_and_exit_2(done, str(path), words)
     assert not out.exists()
 
 
-def test_demo_refuses_bad_prompts_and_folders(tmp_path):
+def test_demo_refuses_bad_prompts_and_folders(r3_here, tmp_path):
     out, prompts = tmp_path / "out", tmp_path / "prompts.jsonl"
     for content, words in {
         "": "no prompts",
@@ -136,21 +115,21 @@ def test_demo_refuses_bad_prompts_and_folders(tmp_path):
         '{"prompt_token_ids": []}': "line 1: expected",
     }.items():
         prompts.write_text(content)
-        done = r3_command("demo", "--out", out, "--prompts", prompts)
+        done = r3_here("demo", "--out", out, "--prompts", prompts)
         assert_one_line_and_exit_2(done, "prompts.jsonl", words)
     prompts.write_bytes(b"\xff\xfe")
-    assert_one_line_and_exit_2(r3_command("demo", "--out", out, "--prompts", prompts), "UTF-8")
+    assert_one_line_and_exit_2(r3_here("demo", "--out", out, "--prompts", prompts), "UTF-8")
     assert not out.exists()
     prompts.write_text('{"prompt": "text"}')
-    done = r3_command("demo", "--out", out, "--prompts", prompts)
+    done = r3_here("demo", "--out", out, "--prompts", prompts)
     assert_one_line_and_exit_2(done, "text needs a tokenizer")
     out.write_text("a file")
-    assert_one_line_and_exit_2(r3_command("demo", "--out", out), str(out))
+    assert_one_line_and_exit_2(r3_here("demo", "--out", out), str(out))
 
 
-def test_demo_leaves_a_folder_of_somebody_else_alone(tmp_path):
+def test_demo_leaves_a_folder_of_somebody_else_alone(r3_here, tmp_path):
     (tmp_path / "routing.r3").write_text("precious")
-    done = r3_command("demo", "--out", tmp_path)
+    done = r3_here("demo", "--out", tmp_path)
     assert_one_line_and_exit_2(done, str(tmp_path), "not empty")
     assert (tmp_path / "routing.r3").read_text() == "precious"
     assert len(list(tmp_path.iterdir())) == 1

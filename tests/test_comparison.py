@@ -325,6 +325,7 @@ def test_rows_of_the_wrong_place_are_named():
     assert well.to_dict()["alignment"] is None
 
 
+@pytest.mark.slow
 def test_the_worst_do_not_depend_on_how_rollouts_were_batched(monkeypatch):
     """Some rollouts without log-probabilities, and more equal ones than are kept."""
     rollouts = [

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from cli_tools import r3_command
 from r3.monitor import read_metrics
 from r3.page.numbers import number, share
 from r3.storage import ShardReader
 from r3.trace import RoutingTrace
-from test_cli import r3_command
 
 pytestmark = pytest.mark.slow
 

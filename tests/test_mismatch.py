@@ -368,6 +368,7 @@ def test_fault_6c_nothing_but_padding():
     no_figures(of_ratios(np.zeros((3, 4)), mask=np.zeros((3, 4), int)))
 
 
+@pytest.mark.slow
 def test_fault_7_more_than_two_to_the_24th_tokens():
     """In one call, of which only the last row is not as the others, and as a sum of states."""
     rows = 129  # of 2**17 tokens each

@@ -131,6 +131,7 @@ DOCUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n[:2] == "94" else []) for n in DOCUMENTS]
 )
@@ -237,6 +238,7 @@ def _everywhere(value: Any) -> Any:
     return HOSTILE if isinstance(value, str) else value
 
 
+@pytest.mark.slow
 def test_text_of_the_document_is_never_markup() -> None:
     data = _everywhere(comparison(**SMALL, steps=4))
     data["files"]["a"]["provenance"] = {HOSTILE: [[HOSTILE, 1]], "second": HOSTILE}

@@ -14,6 +14,7 @@ from r3.page.charts import Series, bar_chart, line_chart
 from r3.page.experts import _ticks
 from r3.page.svg import VARIABLES
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
