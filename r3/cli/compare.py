@@ -12,9 +12,8 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -81,10 +80,10 @@ def _compare(
     lacking: dict[ShardReader, list[RolloutId]] = {shard: [] for shard in shards[1:]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SuspiciousRoutingWarning)  # `r3 inspect` tells of them
-        for i, found in enumerate(_read_ahead(shards)):
+        for i, found in enumerate(_matched(shards)):
             on_progress(i, len(a))
-            if isinstance(found, tuple):
-                lacking[found[1]].append(found[0])
+            if isinstance(found, _Lacking):
+                lacking[found.shard].append(found.rollout)
                 continue
             for counts, trace in zip(files, found, strict=True):
                 counts.add(trace)
@@ -120,30 +119,22 @@ def _compare(
     return document | {"verdict": judge(document)}
 
 
-_Found = list[RoutingTrace] | tuple[RolloutId, ShardReader]
+def _matched(shards: list[ShardReader]) -> Iterator[list[RoutingTrace] | _Lacking]:
+    """For each rollout of the first file its trace in all of them, or which file lacks it."""
+    a, others = shards[0], shards[1:]
+    for i in range(len(a)):
+        name = a.header(i).rollout_id
+        # the first one refuses a rollout that it has twice
+        without = next((shard for shard in shards if name not in shard), None)
+        if without is not None:
+            yield _Lacking(name, without)
+        else:
+            yield [a[i], *(shard.get(name) for shard in others)]
 
 
-def _read_ahead(shards: list[ShardReader]) -> Iterator[_Found]:
-    """For each rollout of the first file its trace in all of them; or its id, and the first file
-    that lacks it.
-
-    The next one is read on another core while this one is counted.
-    """
-
-    def read(i: int) -> _Found:
-        name = shards[0].header(i).rollout_id
-        for shard in shards:  # the first one refuses a rollout that it has twice
-            if name not in shard:
-                return name, shard
-        return [shards[0][i], *(other.get(name) for other in shards[1:])]
-
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        coming = pool.submit(read, 0)
-        for i in range(1, len(shards[0]) + 1):
-            found = coming.result()
-            if i < len(shards[0]):
-                coming = pool.submit(read, i)
-            yield found
+class _Lacking(NamedTuple):
+    rollout: RolloutId
+    shard: ShardReader
 
 
 def _keeps_order(shard: ShardReader) -> bool:
