@@ -119,8 +119,10 @@ def compare(
     from rich.console import Console
 
     from r3.cli.compare import compare_files, render, token_texts
-    from r3.page import render_page
+    from r3.page import check_installed, render_page
 
+    if out:
+        check_installed()  # before files are read, which may take long
     if out and is_one_of(out, (a, b, replay)):
         raise click.UsageError(f"--out {out}: is one of the files that are compared")
     texts = token_texts(tokenizer) if tokenizer else None
@@ -156,8 +158,9 @@ def report(run: Path, out: Path, as_json: bool, tokenizer: Path | None) -> None:
 
     from r3.cli.compare import render_verdict, token_texts
     from r3.cli.run import RUN_FILES, read_run
-    from r3.page import render_page
+    from r3.page import check_installed, render_page
 
+    check_installed()
     if is_one_of(out, (run, *(run / name for name in RUN_FILES))):
         raise click.UsageError(f"--out {out}: is one of the run's files")
     texts = token_texts(tokenizer) if tokenizer else None

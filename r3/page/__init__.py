@@ -6,6 +6,7 @@ What comes from the document (rollout names, token text, provenance) is text and
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from importlib.resources import files
@@ -19,7 +20,20 @@ from r3.page.theme import without_light_dark
 from r3.page.words import TERMS
 from r3.plain import plain
 
-__all__ = ["render_page"]
+__all__ = ["check_installed", "render_page"]
+
+
+def check_installed() -> None:
+    """Raise MissingDependencyError, naming the extra `report`, without jinja2 or matplotlib."""
+    for module in ("jinja2", "matplotlib"):
+        try:
+            missing = importlib.util.find_spec(module) is None
+        except ValueError:  # a module that was put aside
+            missing = True
+        if missing:
+            raise MissingDependencyError(
+                f"the page needs {module}: pip install 'rollout-routing-replay[report]'"
+            )
 
 
 def render_page(data: Mapping[str, Any]) -> str:
@@ -29,14 +43,10 @@ def render_page(data: Mapping[str, Any]) -> str:
     document is embedded as JSON (`<script id="data">`), not-finite numbers as null. Raises
     MissingDependencyError, naming the extra `report`, without jinja2 or matplotlib.
     """
-    try:
-        import jinja2
-        import matplotlib  # noqa: F401 (charts need it)
-        from markupsafe import Markup
-    except ImportError as e:
-        raise MissingDependencyError(
-            f"the page needs {e.name}: pip install 'rollout-routing-replay[report]'"
-        ) from None
+    check_installed()
+    import jinja2
+    from markupsafe import Markup
+
     here = files("r3.page")
     environment = jinja2.Environment(
         autoescape=True,
