@@ -20,6 +20,7 @@ FILES = [
     "test_megatron_cpu.py",
     "test_megatron_ranks.py",
     "test_megatron_replay.py",
+    "test_megatron_margins.py",
     "test_megatron_misuse.py",
     "test_megatron_steps.py",
     "test_megatron_tables.py",
