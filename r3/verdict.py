@@ -265,11 +265,11 @@ def _alerts(d: Mapping[str, Any], limits: AlertLimits) -> Iterator[Finding]:
             found.setdefault(alert["name"], []).append((i, alert))
     for name, raised in found.items():
         last, alert = raised[-1]
-        when = f"{len(raised)} of {len(steps)} steps, " if len(steps) > 1 else ""
+        when = f"In {len(raised)} of {len(steps)} steps, last in" if len(steps) > 1 else "In"
         yield Finding(
             alert["level"] if last == len(steps) - 1 else "notice",
             f"Alert of recorded steps: {name.replace('_', ' ')}",
-            f"In {when}step {steps[last]['step']}: {alert['message']}",
+            f"{when} step {steps[last]['step']}: {alert['message']}",
             alert["look_at"],
         )
 

@@ -252,7 +252,7 @@ def test_alerts_of_recorded_steps_are_findings():
     assert found["Alert of recorded steps: ess token"] == {
         "level": "bad",
         "title": "Alert of recorded steps: ess token",
-        "text": "In 2 of 3 steps, step 9: it is 0.1",
+        "text": "In 2 of 3 steps, last in step 9: it is 0.1",
         "look_at": "resync",
     }
     assert found["Alert of recorded steps: wrong token"]["level"] == "notice"
