@@ -218,6 +218,7 @@ def test_limits_are_the_users():
     assert AlertLimits(recent=2, before=4).steps == 6
 
 
+@pytest.mark.slow
 @given(st.randoms(use_true_random=False), st.integers(0, 40))
 def test_the_order_of_keys_does_not_matter(rng, steps):
     run = healthy(steps + 1, seed=3)

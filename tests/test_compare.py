@@ -89,6 +89,7 @@ def test_rollouts_on_one_side_only_are_counted(captures, tmp_path):
     assert one["kl_k1"] == pytest.approx(-other["kl_k1"])
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_clear_line(r3_here, captures, tmp_path):
     rng = np.random.default_rng(1)
     a = captures / "routing.r3"

@@ -46,6 +46,7 @@ def refused(*words: str, **changes: object) -> None:
 # --- RouterSpec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -81,6 +82,7 @@ def test_qwen3_moe_against_the_layers_transformers_builds(fields):
     assert RouterSpec.from_hf_config(config.to_dict()) == expected
 
 
+@pytest.mark.slow
 def test_mixtral_config():
     from transformers import MixtralConfig
 
@@ -515,6 +517,7 @@ def test_checks_look_at_every_piece_of_a_long_rollout():
         assert found == [("repeated_rows", 30, 58000), ("filler_rows", 1, 58600)]
 
 
+@pytest.mark.slow
 def test_a_trace_keeps_no_second_copy_of_its_rows():
     """In whatever order they are. Temporaries are small, with one copy if rows must be sorted."""
     spec = RouterSpec(64, 8, tuple(range(12)), 12)

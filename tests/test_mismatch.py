@@ -572,6 +572,7 @@ def without_examples(m: LogprobMismatch) -> str:
     return json.dumps({**m.to_dict(), "examples": []}, allow_nan=False)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)  # the first imports ddsketch
 @given(SEQUENCES, st.sampled_from([0, 3, 10, 10**6]), st.randoms(use_true_random=False))
 def test_any_partition_gives_the_same_bits(sequences, exact, random):

@@ -25,6 +25,7 @@ from r3.page import render_page
 from r3.page.numbers import change, edge, number, share, signed, tiny, visible
 from r3.page.words import SECTIONS
 
+pytestmark = pytest.mark.slow  # a page takes a second to write
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
@@ -131,7 +132,6 @@ DOCUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n[:2] == "94" else []) for n in DOCUMENTS]
 )
@@ -206,7 +206,6 @@ def test_the_map_has_the_shares_of_the_document() -> None:
                 assert 1 <= int(shade) <= 8
 
 
-@pytest.mark.slow
 def test_shades_of_the_map_follow_its_legend() -> None:
     data = comparison(**SMALL)
     values = [0.0, 0.01, 0.02, 0.0201, 0.16]
@@ -238,7 +237,6 @@ def _everywhere(value: Any) -> Any:
     return HOSTILE if isinstance(value, str) else value
 
 
-@pytest.mark.slow
 def test_text_of_the_document_is_never_markup() -> None:
     data = _everywhere(comparison(**SMALL, steps=4))
     data["files"]["a"]["provenance"] = {HOSTILE: [[HOSTILE, 1]], "second": HOSTILE}
@@ -295,7 +293,6 @@ def _without(paths: list[tuple[Any, ...]]) -> dict[str, Any]:
     return data
 
 
-@pytest.mark.slow
 @settings(
     max_examples=12,
     deadline=None,
@@ -310,13 +307,11 @@ def test_nulls_anywhere(seed: int, count: int) -> None:
         Page(render_page(_without(paths))).check()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_charts_of_a_document_with_nulls(seed: int) -> None:
     Page(render_page(_without(random.Random(seed).sample(PATHS, 150)))).check()
 
 
-@pytest.mark.slow
 def test_each_block_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     charts_unwritten(monkeypatch)
     nested = ("routing", "mismatch", "files")
@@ -391,7 +386,6 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
                 render_page({})
 
 
-@pytest.mark.slow
 def test_the_same_document_gives_the_same_page() -> None:
     data = comparison(**SMALL, steps=4)
     assert render_page(data) == render_page(copy.deepcopy(data))

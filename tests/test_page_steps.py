@@ -15,6 +15,7 @@ from r3.page.glossary import _SHOWN, meaning
 from r3.page.words import METRICS, TERMS
 from r3.step_figures import NAMES
 
+pytestmark = pytest.mark.slow  # a page takes a second to write
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 

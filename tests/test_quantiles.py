@@ -34,6 +34,7 @@ def order_statistic(values: list[float], q: float) -> float:
     return sorted(values)[math.floor(q * (len(values) - 1))]
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # the first imports ddsketch
 @given(
     st.lists(st.lists(SIZES, max_size=12), min_size=1, max_size=6),
