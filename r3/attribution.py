@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from r3.shares import share
+
 _TAU = 2.0  # of the extreme tokens counted here
 
 
@@ -76,7 +78,7 @@ class Attribution:
                 "layers": str(low) if low == high else f"{low}-{high}",
                 "tokens": n,
                 "token_share": n / total,
-                "kl_share_native": _share(self.k3[0, part].sum(), kl[0]),
+                "kl_share_native": share(self.k3[0, part].sum(), kl[0]),
             }
             for side, name in enumerate(("native", "replay")):
                 group |= {
@@ -89,8 +91,8 @@ class Attribution:
         return {
             "by_layers": groups,
             "token_share_differing": self.tokens[1:].sum() / total,
-            "kl_share_differing": _share(self.k3[0, 1:].sum(), kl[0]),
-            "kl_removed_by_replay": 1 - _share(kl[1], kl[0]),
+            "kl_share_differing": share(self.k3[0, 1:].sum(), kl[0]),
+            "kl_removed_by_replay": 1 - share(kl[1], kl[0]),
         }
 
 
@@ -102,7 +104,3 @@ def _octaves(size: int) -> list[tuple[int, int]]:
         found.append((low, min(high, size - 1)))
         low = high + 1
     return found
-
-
-def _share(part: float, whole: float) -> float:
-    return float(part) / float(whole) if whole else math.nan

@@ -21,7 +21,8 @@ from r3.differences import Differences
 from r3.disagreement import RoutingDisagreement
 from r3.errors import TraceError
 from r3.logprob_shift import find_logprob_shift
-from r3.mismatch import LogprobMismatch
+from r3.mismatch import CLIP, LogprobMismatch
+from r3.shares import share
 from r3.slices import Labels, Sides, SliceCounts, cut, label_order, merge_slices
 from r3.spec import RouterSpec
 from r3.trace import RoutingTrace
@@ -50,7 +51,7 @@ class Comparison:
         self,
         spec: RouterSpec,
         *,
-        clip: tuple[float, float] = (0.5, 2.0),
+        clip: tuple[float, float] = CLIP,
         ordered: bool = False,
     ) -> None:
         self.spec, self._clip, self._ordered = spec, clip, ordered
@@ -184,8 +185,8 @@ class Comparison:
                 {
                     "label": label,
                     "rows": parts[label].rows,
-                    "cell_disagreement": _share(parts[label].differing_cells, parts[label].cells),
-                    "token_disagreement": _share(parts[label].differing, parts[label].rows),
+                    "cell_disagreement": share(parts[label].differing_cells, parts[label].cells),
+                    "token_disagreement": share(parts[label].differing, parts[label].rows),
                     "tokens": parts[label].mismatch.metrics()["tokens"],
                     **_short_metrics(parts[label], "native"),
                     **_short_metrics(replayed.get(label), "replay"),
@@ -254,10 +255,6 @@ def _short_metrics(counts: SliceCounts | None, side: str) -> dict[str, float]:
     metrics = counts.mismatch.metrics() if counts else {}
     names = ("kl_k3", "abs_logratio_p99", "extreme_2", "ess")
     return {f"{name}_{side}": metrics.get(name, math.nan) for name in names}
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else math.nan
 
 
 def check_same_tokens(side: str, trace: RoutingTrace, first: RoutingTrace) -> None:

@@ -28,6 +28,7 @@ from r3.disagreement_parts import MARGIN_EDGES, Positions, Swaps, by_margin, seq
 from r3.errors import TraceError
 from r3.load import expert_load, max_violation
 from r3.quantiles import Quantiles
+from r3.shares import share
 from r3.spec import RouterSpec
 
 _MOST_SWAPS = 50  # shown
@@ -185,31 +186,31 @@ class RoutingDisagreement:
 
     @property
     def cell_disagreement(self) -> float:
-        return _share(self.cells.sum(), self.tokens * len(self.cells))
+        return share(self.cells.sum(), self.tokens * len(self.cells))
 
     @property
     def cell_disagreement_per_layer(self) -> list[float]:
-        return [_share(x, self.tokens) for x in self.cells]
+        return [share(x, self.tokens) for x in self.cells]
 
     @property
     def expert_disagreement(self) -> float:
-        return _share(self.experts.sum(), self.tokens * len(self.cells) * self.spec.top_k)
+        return share(self.experts.sum(), self.tokens * len(self.cells) * self.spec.top_k)
 
     @property
     def token_disagreement(self) -> float:
-        return _share(self.layers_per_token[1:].sum(), self.tokens)
+        return share(self.layers_per_token[1:].sum(), self.tokens)
 
     @property
     def layers_per_token_mean(self) -> float:
         """Differing layers of a token, on average."""
-        return _share(self.cells.sum(), self.tokens)
+        return share(self.cells.sum(), self.tokens)
 
     @property
     def sequence_level(self) -> dict[str, float]:
         """Over sequences: mean number of differing layers per token, its mean and quantiles."""
         q = self.sequences
         return {
-            "mean": _share(self.sequences_sum, q.count),
+            "mean": share(self.sequences_sum, q.count),
             "p50": q.quantile(0.5),
             "p90": q.quantile(0.9),
             "p99": q.quantile(0.99),
@@ -229,17 +230,15 @@ class RoutingDisagreement:
             "layers_per_token_mean": self.layers_per_token_mean,
             "layers_per_token": self.layers_per_token.tolist(),
             "sequence_level": self.sequence_level,
-            "top1_changed": None if self.top1 is None else _share(self.top1.sum(), cells),
+            "top1_changed": None if self.top1 is None else share(self.top1.sum(), cells),
             "max_vio_a": float(vio_a.mean()),
             "max_vio_b": float(vio_b.mean()),
             "layers": [
                 {
                     "layer": layer,
-                    "cell_disagreement": _share(self.cells[i], self.tokens),
-                    "expert_disagreement": _share(self.experts[i], self.tokens * k),
-                    "top1_changed": None
-                    if self.top1 is None
-                    else _share(self.top1[i], self.tokens),
+                    "cell_disagreement": share(self.cells[i], self.tokens),
+                    "expert_disagreement": share(self.experts[i], self.tokens * k),
+                    "top1_changed": None if self.top1 is None else share(self.top1[i], self.tokens),
                     "max_vio_a": float(vio_a[i]),
                     "max_vio_b": float(vio_b[i]),
                 }
@@ -249,7 +248,7 @@ class RoutingDisagreement:
                 "width": self.positions.width,
                 "rows": self.positions.rows.tolist(),
                 "cell_disagreement": [
-                    [_share(x, rows) for x in row]
+                    [share(x, rows) for x in row]
                     for rows, row in zip(self.positions.rows, self.positions.cells, strict=True)
                 ],
             },
@@ -273,7 +272,3 @@ class RoutingDisagreement:
 def _sum(counts: Iterable[np.ndarray | None]) -> np.ndarray | None:
     known = [x for x in counts if x is not None]
     return sum(known[1:], known[0]) if known else None
-
-
-def _share(part: float, whole: float) -> float:
-    return float(part) / whole if whole else float("nan")

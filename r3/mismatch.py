@@ -23,7 +23,9 @@ from r3.errors import FormatError, TraceError
 from r3.mismatch_input import EXAMPLES, KINDS, counted_tokens
 from r3.mismatch_parts import EDGES, EXTREMES, SIDES, Measured, measure
 from r3.quantiles import Quantiles
+from r3.shares import share
 
+CLIP = (0.5, 2.0)  # of r: 2 is where verl and slime truncate token weights, 0.5 its inverse
 _FORMAT = "r3-mismatch/1"
 _NAMES = ("format", "clip", "counts", "sums", "maxima", "weights", "abs_logratios", "examples")
 
@@ -45,7 +47,7 @@ class LogprobMismatch:
     examples: tuple[str, ...]
 
     @classmethod
-    def zero(cls, clip: tuple[float, float] = (0.5, 2.0)) -> LogprobMismatch:
+    def zero(cls, clip: tuple[float, float] = CLIP) -> LogprobMismatch:
         """No token: where a sum starts."""
         return cls.of(np.zeros(0), np.zeros(0), clip=clip)
 
@@ -57,7 +59,7 @@ class LogprobMismatch:
         *,
         cu_seqlens: Any = None,
         mask: Any = None,
-        clip: tuple[float, float] = (0.5, 2.0),
+        clip: tuple[float, float] = CLIP,
         strict: bool = False,
         names: Sequence[object] | None = None,
     ) -> LogprobMismatch:
@@ -122,9 +124,9 @@ class LogprobMismatch:
             "low": EDGES[i],
             "high": EDGES[i + 1],
             "tokens": tokens,
-            "abs_logratio_mean": _share(math.fsum(self.measured.sums[f"{cell}_abs"]), tokens),
-            "kl_k3": _share(math.fsum(self.measured.sums[f"{cell}_k3"]), tokens),
-            "extreme_2": _share(self.counts[f"{cell}_extreme"], tokens),
+            "abs_logratio_mean": share(math.fsum(self.measured.sums[f"{cell}_abs"]), tokens),
+            "kl_k3": share(math.fsum(self.measured.sums[f"{cell}_k3"]), tokens),
+            "extreme_2": share(self.counts[f"{cell}_extreme"], tokens),
         }
 
     def metrics(self) -> dict[str, float]:
@@ -155,10 +157,10 @@ class LogprobMismatch:
         top = {name: x if n else math.nan for name, x in self.measured.maxima.items()}
 
         def per_token(x: float) -> float:
-            return _share(x, n)
+            return share(x, n)
 
         def per_sequence(x: float) -> float:
-            return _share(x, sequences)
+            return share(x, sequences)
 
         found: dict[str, float] = {k: self.counts[k] for k in ("tokens", "sequences", "left_out")}
         found["kl_k1"] = 0.0 - per_token(total["lr"])
@@ -255,10 +257,6 @@ def _checked_clip(clip: tuple[float, float]) -> tuple[float, float]:
             f"clip is {reprlib.repr(clip)}, expected bounds (low, high) with 0 <= low <= 1 <= high"
         )
     return low, high
-
-
-def _share(part: float, whole: int) -> float:
-    return part / whole if whole else math.nan
 
 
 def _deviation(n: int, total: Mapping[str, float], constant: bool) -> float:

@@ -23,8 +23,9 @@ from r3.files import Closing
 from r3.identity import Provenance
 from r3.json_fields import INT64, brief
 from r3.metrics_file import MetricsFile, read_metrics
+from r3.mismatch import CLIP
 from r3.step_figures import NAMES, figures, layer_figures, slice_figures
-from r3.step_state import CLIP, StepState
+from r3.step_state import StepState
 
 __all__ = ["NAMES", "StepMonitor", "StepState", "environment_of", "read_metrics"]
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from r3.load import max_violation
+from r3.shares import share
 from r3.slices import OTHER, SliceCounts, label_order
 from r3.step_input import REPLAY_COUNTS
 from r3.step_state import StepState
@@ -71,7 +72,7 @@ def figures(state: StepState) -> dict[str, float]:
         "rollouts": state.rollouts,
         "rollouts_without_route": state.rollouts_without_route,
         "rows": state.rows,
-        "rows_without_route_fraction": _share(state.rows_without_route, state.rows),
+        "rows_without_route_fraction": share(state.rows_without_route, state.rows),
     }
     if state.lag_max is not None:
         found["weight_lag_mean"] = state.lag_sum / state.lag_rows
@@ -108,7 +109,7 @@ def _replay(state: StepState) -> dict[str, float]:
     kinds = ("replayed", "missing", "stale", "padding", "not_enclosed")
     return {
         **{f"cells_{kind}": total[f"rows_{kind}"] for kind in kinds},
-        "cells_native_fraction": _share(native, native + total["rows_replayed"]),
+        "cells_native_fraction": share(native, native + total["rows_replayed"]),
         **_outside(total, state.replay_top_k),
     }
 
@@ -166,10 +167,6 @@ def _of_slice(part: SliceCounts, stages: int) -> dict[str, float]:
     return {
         **{k: known[k] for k in ("tokens", "kl_k3", "abs_logratio_p99", "extreme_2", "ess")},
         "rows": part.rows,
-        "cell_disagreement_free": _share(part.differing_cells, part.cells),
-        "token_disagreement_free": _share(part.differing, part.rows if stages == 1 else 0),
+        "cell_disagreement_free": share(part.differing_cells, part.cells),
+        "token_disagreement_free": share(part.differing, part.rows if stages == 1 else 0),
     }
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else float("nan")

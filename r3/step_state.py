@@ -17,7 +17,7 @@ import numpy as np
 from r3 import json_fields as of_json
 from r3.batch import RoutingBatch
 from r3.errors import TraceError
-from r3.mismatch import LogprobMismatch
+from r3.mismatch import CLIP, LogprobMismatch
 from r3.mismatch_input import flags
 from r3.slices import Sides, SliceCounts, Slices, cut, merge_slices
 from r3.step_input import (
@@ -30,7 +30,6 @@ from r3.step_input import (
 from r3.step_layers import CHECK, LayerCounts, compare
 from r3.step_slices import step_labels
 
-CLIP = (0.5, 2.0)
 _FORMAT = "r3-step/1"
 _MOST_NAMES = 8  # rollouts named in a record
 

@@ -186,9 +186,8 @@ def test_slices():
                 extreme = [abs(t[side]) > math.log(2) for t in inside]
                 assert e[f"extreme_2_{side}"] == pytest.approx(mean(extreme))
     assert [e["label"] for e in found["segment"]] == ["prompt", "answer", "reply"]
-    assert [e["label"] for e in found["length"]] == ["7", "8-15", "16-31", "32-63"] or [
-        e["label"] for e in found["length"]
-    ][-2:] == ["16-31", "32-63"]
+    lengths = [e["label"] for e in found["length"]]
+    assert lengths == sorted(lengths, key=lambda text: int(text.split("-")[0]))
 
 
 @pytest.mark.usefixtures("in_parts")

@@ -5,7 +5,7 @@
                                                   and with it     ->  replay.r3
 
 Checks the input, runs the two halves (r3.cli.demo_stages) in processes of their own, then prints
-a table and writes summary.json and report.html, the page of `r3 report`.
+what `r3 compare` does and writes summary.json and report.html, the page of `r3 report`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from r3.cli.compare import token_texts
+from r3.cli.compare import render, token_texts
 from r3.cli.isolate import Report, run_isolated
 from r3.cli.run import read_run
 from r3.cli.text import write_text
@@ -103,7 +102,7 @@ def run_demo(
     from r3.page import render_page
 
     write_text(out / "report.html", render_page(document))
-    Console().print(_table(summary))
+    render(document, Console(emoji=False))
     console.print(f"wrote {file}, {', '.join(made[:-1])} and {made[-1]} beside it")
 
 
@@ -271,24 +270,3 @@ def _reporter(progress: Progress) -> Report:
         progress.update(tasks[what], completed=done, total=total)
 
     return show
-
-
-def _table(s: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"{s['rollouts']} rollouts, {s['tokens']} tokens, {s['moe_layers']} MoE layers, "
-        f"{s['top_k']} of {s['num_experts']} experts, "
-        f"{s['bytes_per_token_per_layer']:.2f} bytes per token and layer"
-    )
-    table.add_column("vLLM bfloat16 against Megatron-core float32")
-    table.add_column("native", justify="right")
-    table.add_column("replay", justify="right")
-    rows = {
-        "cells (token, layer) routed differently": ("cell_disagreement", "{:.3%}"),
-        "tokens with such a layer": ("token_disagreement", "{:.3%}"),
-        "KL k3, sampled tokens": ("kl_k3", "{:.3e}"),
-        "|log-ratio| 0.99 quantile": ("abs_logratio_p99", "{:.5f}"),
-        "|log-ratio| maximum": ("abs_logratio_max", "{:.5f}"),
-    }
-    for text, (key, form) in rows.items():
-        table.add_row(text, *(form.format(s[f"{key}_{name}"]) for name in ("native", "replay")))
-    return table
