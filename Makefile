@@ -47,7 +47,7 @@ $(READY): pyproject.toml Makefile
 	@printf '%s\n' "$(HERE)" > $(VENV)/.folder
 	@echo "installing into $(VENV): 4 GB, two to three minutes"
 	@$(PY) -m pip install -q '$(TORCH)' || { echo "The package index has no $(TORCH): set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu and run make again" >&2; exit 1; }
-	$(PY) -m pip install -q '$(MEGATRON)' -e '.[cpu,megatron,report,bench,dev]'
+	$(PY) -m pip install -q '$(MEGATRON)' -e '.[cpu,megatron,ray,report,bench,dev]'
 	$(PY) -m pip uninstall -q -y $(BROKEN)
 	@touch $@
 

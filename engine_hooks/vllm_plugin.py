@@ -43,6 +43,9 @@ def register() -> None:
 
 def _finish(config: Any) -> None:
     settings = capture_settings(config.additional_config)
+    if "store" in settings:  # for the server alone; vLLM names its compiled code by this dict
+        ours = {k: v for k, v in settings.items() if k != "store"}
+        config.additional_config = {**config.additional_config, "r3": ours}
     if settings["capture"]:
         enable_capture(config, settings.get("source"))
 
@@ -52,10 +55,12 @@ def capture_settings(additional_config: Any) -> dict[str, Any]:
     if not isinstance(additional_config, dict) or "r3" not in additional_config:
         return {"capture": False}
     ours = additional_config["r3"]
-    if not isinstance(ours, dict) or "capture" not in ours or set(ours) - {"capture", "source"}:
+    known = {"capture", "source", "store"}
+    if not isinstance(ours, dict) or "capture" not in ours or set(ours) - known:
         raise UnsupportedError(
             f'additional_config["r3"] is {ours!r}, expected {{"capture": true}}, '
-            '{"capture": false} or {"capture": true, "source": "hook"}'
+            '{"capture": false} or {"capture": true, "source": "hook"}, and for a server '
+            '"store": FOLDER'
         )
     if not isinstance(ours["capture"], bool):
         raise UnsupportedError(
@@ -64,6 +69,10 @@ def capture_settings(additional_config: Any) -> dict[str, Any]:
     if "source" in ours and ours["source"] not in ("hook", "native"):
         raise UnsupportedError(
             f'additional_config["r3"]["source"] is {ours["source"]!r}, expected "hook" or "native"'
+        )
+    if "store" in ours and (not isinstance(ours["store"], str) or not ours["store"]):
+        raise UnsupportedError(
+            f'additional_config["r3"]["store"] is {ours["store"]!r}, expected a folder'
         )
     return ours
 

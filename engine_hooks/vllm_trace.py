@@ -144,7 +144,7 @@ def provenance(engine: Any, sampling_params: Any = None) -> Provenance:
     }
     native = config.aux_output_config.enable_return_routed_experts
     extra = {
-        "rows": "native" if native else "hook" if _is_ours(config) else "",
+        "rows": "native" if native else "hook" if is_capturing(config) else "",
         "compilation": mode_name(config.compilation_config.mode),
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "speculative": "" if draft is None else str(draft.method),
@@ -195,7 +195,7 @@ def _facts(engine: Any, config: Any) -> dict[str, str]:
 
 def _ask(engine: Any, config: Any) -> Any:
     """One answer per worker, or an awaitable of them; none where no worker of ours runs."""
-    if not _is_ours(config) or not hasattr(engine, "collective_rpc"):
+    if not is_capturing(config) or not hasattr(engine, "collective_rpc"):
         return []
     # no timeout: vLLM would take an answer that comes too late for that of its next call
     return engine.collective_rpc("r3_facts")
@@ -207,7 +207,7 @@ def _merged(answers: list[dict[str, str]]) -> dict[str, str]:
     return {name: ", ".join(sorted(found)) for name, found in values.items()}
 
 
-def _is_ours(config: Any) -> bool:
+def is_capturing(config: Any) -> bool:
     """Whether the workers are those of this package (see vllm_plugin)."""
     return str(config.parallel_config.worker_cls).startswith("r3.engine_hooks.")
 

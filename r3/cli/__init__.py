@@ -1,4 +1,5 @@
-"""The command line: `r3 demo`, `inspect`, `compare`, `report`, `show`, `verify`, `merge`, `doctor`.
+"""The command line: `r3 serve`, `demo`, `inspect`, `compare`, `report`, `show`, `verify`, `merge`,
+`convert`, `doctor`.
 
 Exit codes: 0 done, 2 the input is at fault, 1 anything else; an error is one line on stderr.
 `r3 doctor` ends with 1 when capture would not start, `r3 verify` when something is lost, `r3
@@ -306,6 +307,26 @@ def merge(out: Path, files: tuple[Path, ...], salvage: bool) -> None:
         click.echo(_plain(f"  {path}: bytes {loss.start:,} to {loss.stop:,}: {loss.reason}"))
     sys.stdout.flush()
     sys.exit(1 if merged.losses else 0)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
+@click.argument("model")
+@click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--store",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="folder: write records there, and put handles of them into the replies",
+)
+def serve(model: str, vllm_args: tuple[str, ...], store: Path | None) -> None:
+    """Start vLLM's OpenAI server for MODEL, with capture on and any of vLLM's own flags.
+
+    Replies carry choices[i].routed_experts; what a request can ask for is in docs/serving.md.
+    """
+    from r3.cli.serve import serve_command
+
+    command = serve_command(model, vllm_args, store)
+    sys.stdout.flush()
+    os.execv(command[0], command)
 
 
 @app.command()

@@ -1,0 +1,302 @@
+"""Turns what a vLLM server replied into a RoutingTrace; needs no vLLM.
+
+For the replies of r3.engine_hooks.vllm_server, and for those of vLLM's own capture.
+"""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from r3.engine_hooks.rows import unpack
+from r3.errors import CaptureError, FormatError, TraceError
+from r3.identity import Provenance, RolloutId
+from r3.spec import RouterSpec
+from r3.storage.background import RecordHandle
+from r3.storage.wire.compact import LABEL, decode_rows
+from r3.storage.wire.npy import decode_npy
+from r3.trace import RoutingTrace
+
+FIELD = "routed_experts"
+_NO_LOGPROB = -9999.0  # what vLLM writes into JSON for minus infinity
+
+
+def trace_from_response(
+    response: Any,
+    spec: RouterSpec,
+    *,
+    choice: int = 0,
+    before: RoutingTrace | None = None,
+    store: str | os.PathLike[str] | None = None,
+    rollout_id: RolloutId | None = None,
+    provenance: Provenance | None = None,
+) -> RoutingTrace:
+    """One choice of a reply as a RoutingTrace.
+
+    response: of /v1/completions, /v1/chat/completions or /inference/v1/generate, as a mapping or as
+    an object of the openai package; of a stream, what `join_stream` makes of its pieces. Ask for
+    `"return_token_ids": true`. choice: its `index`.
+    before: the trace of the conversation so far, for a request with `routed_experts_prompt_start`:
+    the rows that it left out are taken from there, and the tokens compared.
+    store: the server's folder, to read a record that the reply only refers to; it has a rollout id
+    and a provenance of its own.
+
+    Log-probabilities are taken where the reply has one for each sampled token; they are those
+    sampled from only if the server runs with `--logprobs-mode processed_logprobs`.
+
+    Raises CaptureError if there are no rows or token ids, FormatError for a field that is not what
+    it says it is, TraceError for rows that cannot be of these tokens.
+    """
+    reply = _mapping(response)
+    result = _choice(reply, choice)
+    where = f"choice {choice}"
+    rows = result.get(FIELD)
+    if rows is None:
+        raise CaptureError(
+            f"{where}: the reply has no {FIELD} (finish reason {result.get('finish_reason')!r}). Is "
+            "capture on in the server (r3 serve, or --additional-config and --middleware)? Did a "
+            'gateway drop the field? Did the request ask for "none"? In a stream of completions or '
+            "chat it comes only if the request asks for it"
+        )
+    if isinstance(rows, dict):
+        return _record(rows, reply, result, store, where)
+    prompt, sampled = _tokens(reply, result, where)
+    tokens = [*prompt, *sampled]
+    parts = rows if isinstance(rows, list) else [rows]
+    if parts and all(isinstance(p, str) and p.startswith(LABEL) for p in parts):
+        start, ids, versions = _compact(parts, spec, tokens, where)
+    else:
+        start, ids, versions = _npy(parts, spec, len(tokens), where)
+    if before is not None:
+        ids, versions = _joined(before, start, ids, versions, spec, tokens, where)
+    elif start:
+        raise TraceError(
+            f"{where}: rows from {start} on, expected all {len(tokens) - 1}: give the trace of the "
+            "rows before, before="
+        )
+    if rollout_id is not None:
+        where = f"rollout {rollout_id}"
+    return RoutingTrace.build(
+        spec=spec,
+        token_ids=np.asarray(tokens, np.int64),
+        routed_experts=ids,
+        prompt_len=len(prompt),
+        logprobs=_logprobs(result, len(sampled), where),
+        weight_versions=versions,
+        rollout_id=rollout_id,
+        provenance=provenance,
+    )
+
+
+def join_stream(chunks: Iterable[Any]) -> dict[str, Any]:
+    """The pieces of one streamed reply as one reply, for `trace_from_response`.
+
+    chunks: mappings or objects of the openai package, in their order, all of them. Kept are token
+    ids, log-probabilities, finish reasons, and the routing, a list with that of each piece. Raises
+    CaptureError for a stream that ended with an error or before a finish reason.
+    """
+    choices: dict[int, dict[str, Any]] = {}
+    joined: dict[str, Any] = {}
+    for chunk in chunks:
+        piece = _mapping(chunk)
+        if piece.get("error"):
+            raise CaptureError(f"the stream ended with an error: {piece['error']!r:.500}")
+        if piece.get("prompt_token_ids") is not None:
+            joined["prompt_token_ids"] = piece["prompt_token_ids"]
+        for part in piece.get("choices") or ():
+            choice = choices.setdefault(part["index"], {"index": part["index"]})
+            if part.get("prompt_token_ids") is not None:
+                choice["prompt_token_ids"] = part["prompt_token_ids"]
+            if part.get("token_ids") is not None:
+                choice.setdefault("token_ids", []).extend(part["token_ids"])
+            if isinstance(part.get(FIELD), dict):
+                choice[FIELD] = part[FIELD]
+            elif part.get(FIELD) is not None:
+                choice.setdefault(FIELD, []).append(part[FIELD])
+            for name, values in (part.get("logprobs") or {}).items():
+                if isinstance(values, list):
+                    choice.setdefault("logprobs", {}).setdefault(name, []).extend(values)
+            if part.get("finish_reason") is not None:
+                choice["finish_reason"] = part["finish_reason"]
+    open_ones = [i for i, c in choices.items() if "finish_reason" not in c]
+    if open_ones or not choices:
+        raise CaptureError(
+            f"the stream ended before choices {open_ones or 'began'} were finished: it was cut"
+        )
+    return joined | {"choices": [choices[i] for i in sorted(choices)]}
+
+
+def _mapping(response: Any) -> Mapping[str, Any]:
+    if hasattr(response, "model_dump"):
+        response = response.model_dump()
+    if not isinstance(response, Mapping):
+        raise FormatError(
+            f"{reprlib.repr(response)}, expected a reply: a mapping or an object of the openai "
+            "package"
+        )
+    return response
+
+
+def _choice(reply: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    if reply.get("error"):
+        raise CaptureError(f"the server replied with an error: {reply['error']!r:.500}")
+    choices = reply.get("choices")
+    if not isinstance(choices, list) or not all(isinstance(c, Mapping) for c in choices):
+        raise FormatError(f"choices is {reprlib.repr(choices)}, expected a list of objects")
+    for result in choices:
+        if result.get("index") == index:
+            if result.get("finish_reason") is None:
+                raise CaptureError(f"choice {index} has not finished")
+            return result
+    raise CaptureError(f"choice {index} asked for, found {[c.get('index') for c in choices]}")
+
+
+def _tokens(
+    reply: Mapping[str, Any], result: Mapping[str, Any], where: str
+) -> tuple[list[int], list[int]]:
+    prompt = result.get("prompt_token_ids") or reply.get("prompt_token_ids")
+    sampled = result.get("token_ids")
+    for name, ids in (("prompt_token_ids", prompt), ("token_ids", sampled)):
+        if ids is None:
+            raise CaptureError(
+                f'{where}: the reply has no {name}: ask for "return_token_ids": true'
+            )
+        if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+            raise FormatError(f"{where}: {name} is {reprlib.repr(ids)}, expected integers")
+    return prompt, sampled  # type: ignore[return-value]
+
+
+def _compact(
+    parts: list[str], spec: RouterSpec, tokens: list[int], where: str
+) -> tuple[int, np.ndarray, np.ndarray | None]:
+    pieces = []
+    for number, part in enumerate(parts):
+        try:
+            pieces.append(decode_rows(part, spec, tokens))
+        except (FormatError, TraceError) as e:
+            raise type(e)(f"{where}, piece {number} of its routing: {e}") from None
+    end = start = pieces[0].start
+    for number, piece in enumerate(pieces):
+        if piece.start != end:
+            raise TraceError(
+                f"{where}, piece {number} of its routing: rows from {piece.start} on, expected "
+                f"from {end}"
+            )
+        end += len(piece.ids)
+    if end != max(len(tokens) - 1, 0):
+        raise TraceError(
+            f"{where}: routing up to row {end}, expected {len(tokens) - 1}, one less than tokens"
+        )
+    versions = [p.versions for p in pieces if p.versions is not None]
+    ids = np.concatenate([p.ids for p in pieces])
+    return start, ids, np.concatenate(versions) if len(versions) == len(pieces) else None
+
+
+def _npy(
+    parts: list[str], spec: RouterSpec, tokens: int, where: str
+) -> tuple[int, np.ndarray, np.ndarray | None]:
+    arrays = [decode_npy(part, where) for part in parts]
+    shapes = {array.shape[1:] for array in arrays}
+    if len(shapes) != 1:
+        raise TraceError(f"{where}: pieces of routing with shapes {shapes}, expected one")
+    rows, versions = np.concatenate(arrays), None
+    if rows.ndim == 4:  # of a server with capture and without our middleware
+        rows, versions = unpack(rows, spec)
+    elif rows.shape[1] != spec.num_layers:
+        raise TraceError(
+            f"{where}: {FIELD} of shape {list(rows.shape)}, expected [rows, num_layers="
+            f"{spec.num_layers}, top_k={spec.top_k}]"
+        )
+    start = max(tokens - 1, 0) - len(rows)
+    if start < 0:
+        raise TraceError(
+            f"{where}: {FIELD} has {len(rows)} rows in {len(parts)} pieces, expected "
+            f"{tokens - 1}, one less than tokens"
+        )
+    return start, rows, versions
+
+
+def _joined(
+    before: RoutingTrace,
+    start: int,
+    ids: np.ndarray,
+    versions: np.ndarray | None,
+    spec: RouterSpec,
+    tokens: list[int],
+    where: str,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """All rows of a rollout: those before `start` from an earlier trace of its first tokens."""
+    if before.spec != spec:
+        raise TraceError(f"{where}: before is of {before.spec}, expected {spec}")
+    if start > before.num_rows or before.num_tokens > len(tokens):
+        raise TraceError(
+            f"{where}: rows from {start} on of {len(tokens)} tokens, and before has "
+            f"{before.num_rows} rows of {before.num_tokens} tokens, expected the rows that are left out"
+        )
+    differ = before.token_ids != np.asarray(tokens[: before.num_tokens])
+    if differ.any():
+        at = int(differ.argmax())
+        raise TraceError(
+            f"{where}: token {at} is {tokens[at]}, expected {before.token_ids[at]} as in rollout "
+            f"{before.rollout_id}: not the same conversation"
+        )
+    earlier = before.routed_experts[:start].astype(np.int32)
+    earlier[~before.valid[:start]] = -1
+    rest = spec.select_moe_layers(ids).astype(np.int32)
+    both = None
+    if not start:
+        both = versions
+    elif versions is not None and before.weight_versions is not None:
+        both = np.concatenate([before.weight_versions[:start], versions])
+    return np.concatenate([earlier, rest]), both
+
+
+def _record(
+    handle: dict[str, Any],
+    reply: Mapping[str, Any],
+    result: Mapping[str, Any],
+    store: str | os.PathLike[str] | None,
+    where: str,
+) -> RoutingTrace:
+    """The record that a reply refers to; its tokens are those of the reply, where it has any."""
+    place = RecordHandle.from_dict(handle)
+    if store is None:
+        raise CaptureError(
+            f"{where}: the reply refers to rollout {place.rollout_id} in {place.file}: give the "
+            "server's folder, store="
+        )
+    trace = place.read(store)
+    if result.get("token_ids") is not None:
+        prompt, sampled = _tokens(reply, result, where)
+        if trace.token_ids.tolist() != [*prompt, *sampled]:
+            raise TraceError(
+                f"{where}: rollout {place.rollout_id} has other tokens than the reply: "
+                f"{trace.num_tokens}, expected {len(prompt) + len(sampled)}"
+            )
+    return trace
+
+
+def _logprobs(result: Mapping[str, Any], sampled: int, where: str) -> np.ndarray | None:
+    """float32 [sampled], or None if the reply has none for them."""
+    given = result.get("logprobs")
+    if not isinstance(given, Mapping):
+        return None
+    values = given.get("token_logprobs")
+    if values is None:
+        content = given.get("content")
+        values = [c["logprob"] for c in content] if content is not None else None
+    if values is None:
+        return None
+    values = values[-sampled:] if sampled else []  # with echo those of the prompt come first
+    if len(values) != sampled:
+        raise CaptureError(f"{where}: {len(values)} log-probabilities for {sampled} tokens")
+    for i, value in enumerate(values):
+        if type(value) not in (int, float) or value <= _NO_LOGPROB:
+            raise CaptureError(
+                f"{where}: sampled token {i} has log-probability {value!r}, expected a finite one"
+            )
+    return np.asarray(values, np.float32)
