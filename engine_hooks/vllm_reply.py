@@ -1,4 +1,4 @@
-"""Routing of one HTTP request to a vLLM server: rows as the engine returns them, text for the reply.
+"""Routing of one HTTP request to a vLLM server: rows from the engine, text for the reply.
 
 `Reply` follows the outputs of the engine for one request, takes their rows and keeps them until the
 middleware (r3.engine_hooks.vllm_server) asks for what goes into the next piece of the reply. In a

@@ -57,10 +57,10 @@ def trace_from_response(
     rows = result.get(FIELD)
     if rows is None:
         raise CaptureError(
-            f"{where}: the reply has no {FIELD} (finish reason {result.get('finish_reason')!r}). Is "
-            "capture on in the server (r3 serve, or --additional-config and --middleware)? Did a "
-            'gateway drop the field? Did the request ask for "none"? In a stream of completions or '
-            "chat it comes only if the request asks for it"
+            f"{where}: the reply has no {FIELD} (finish reason {result.get('finish_reason')!r}). "
+            "Is capture on in the server (r3 serve, or --additional-config and --middleware)? Did "
+            'a gateway drop the field? Did the request ask for "none"? In a stream of completions '
+            "or chat it comes only if the request asks for it"
         )
     if isinstance(rows, dict):
         return _record(rows, reply, result, store, where)
@@ -234,8 +234,8 @@ def _joined(
         raise TraceError(f"{where}: before is of {before.spec}, expected {spec}")
     if start > before.num_rows or before.num_tokens > len(tokens):
         raise TraceError(
-            f"{where}: rows from {start} on of {len(tokens)} tokens, and before has "
-            f"{before.num_rows} rows of {before.num_tokens} tokens, expected the rows that are left out"
+            f"{where}: rows from {start} on of {len(tokens)} tokens, expected before to have the "
+            f"rows up to there; it has {before.num_rows}, of {before.num_tokens} tokens"
         )
     differ = before.token_ids != np.asarray(tokens[: before.num_tokens])
     if differ.any():

@@ -1,4 +1,4 @@
-"""Routing in the replies of vLLM's OpenAI server: a middleware, as vLLM's own `--middleware` takes it.
+"""Routing in the replies of vLLM's OpenAI server: a middleware, for vLLM's own `--middleware`.
 
     --additional-config '{"r3": {"capture": true}}'
     --middleware r3.engine_hooks.vllm_server.RoutedExperts
@@ -6,19 +6,19 @@
 (`r3 serve` sets both.) POST requests to /v1/completions, /v1/chat/completions and
 /inference/v1/generate take two fields more:
 
-    routed_experts  "npy": base64 of an .npy, as vLLM has it, in streams too, where each piece brings
-                    the rows of its tokens; "compact": text of r3.storage.wire.compact, likewise;
-                    "reference": the server stores a record, the last piece of a choice brings its
-                    handle; "none". Left out: "reference" if the server has a store, else what vLLM
-                    itself sends: "npy" where nothing is streamed, and on the last piece of a stream
-                    of /inference/v1/generate
+    routed_experts  "npy": base64 of an .npy, as vLLM has it, in streams too, where each piece
+                    brings the rows of its tokens; "compact": text of r3.storage.wire.compact,
+                    likewise; "reference": the server stores a record, the last piece of a choice
+                    brings its handle; "none". Left out: "reference" if the server has a store, else
+                    what vLLM itself sends: "npy" where nothing is streamed, and on the last piece
+                    of a stream of /inference/v1/generate
     rollout_id      run/group/sample/turn/attempt of the first choice, for "reference"; `sample` is
                     counted up for the others. Left out: a unique one
 
 GET /v1/routed_experts says what a client has to know: routers, provenance, forms.
 
-One thing of vLLM is wrapped: `generate` of the server's own engine client. What it returns is passed
-on to the object that the middleware has put into the context of the request.
+One thing of vLLM is wrapped: `generate` of the server's own engine client. What it returns is
+passed on to the object that the middleware has put into the context of the request.
 """
 
 from __future__ import annotations
@@ -243,28 +243,22 @@ class _Sender:
             value = await self._reply.value(choice["index"])
             if value is not None:
                 choice["routed_experts"], found = value, True
-        return (
-            json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
-            if found
-            else body
-        )
+        if not found:
+            return body
+        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 async def _whole_body(receive: _Receive) -> tuple[bytes, _Receive]:
     """The body of a request, and a `receive` that gives it once more."""
-    parts, last = [], None
-    while last is None:
-        message = await receive()
-        if message["type"] != "http.request":
-            last = message  # the client is gone
-            break
+    parts = []
+    while (message := await receive())["type"] == "http.request":
         parts.append(message.get("body", b""))
         if not message.get("more_body"):
             break
     body = b"".join(parts)
-    messages = (
-        [{"type": "http.request", "body": body, "more_body": False}] if last is None else [last]
-    )
+    if message["type"] == "http.request":
+        message = {"type": "http.request", "body": body, "more_body": False}
+    messages = [message]  # or the word that the client is gone
 
     async def again() -> _Message:
         return messages.pop() if messages else await receive()

@@ -33,6 +33,10 @@ class ReplayError(R3Error, RuntimeError):
     """Routing could not be replayed as asked: other tokens, other rows, or a router left out."""
 
 
+class TransportError(R3Error, RuntimeError):
+    """A batch on its way between processes is lost, was freed, or could not be put there."""
+
+
 class MissingDependencyError(R3Error, ImportError):
     """An optional package is not installed; the text names the extra that brings it."""
 

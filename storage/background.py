@@ -1,7 +1,8 @@
-"""Writing records from an event loop: off its thread, with bounded memory, acknowledged one by one.
+"""Writing records from an event loop: off its thread, in bounded memory, acknowledged one by one.
 
-A server that hands out references to records may answer only when the record is in the file. Encoding
-takes milliseconds for a long rollout, in which a loop with hundreds of streams must not stand still.
+A server that hands out references to records may answer only when the record is in the file.
+Encoding takes milliseconds for a long rollout, and a loop with hundreds of streams must not stand
+still for that.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ What is left of the header, names and dtypes and shapes, follows from these and 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import reprlib
@@ -40,6 +39,7 @@ from r3.batch import RoutingBatch, check_cu_seqlens
 from r3.errors import FormatError, MissingDependencyError, SpecError, TraceError
 from r3.identity import RolloutId
 from r3.spec import RouterSpec
+from r3.storage.selection import choose_layers, choose_sequences
 
 FORMAT, VERSION = "r3-batch", "1"
 _PER_TOKEN = ("token_ids", "valid", "logprobs", "weight_versions")
@@ -139,8 +139,8 @@ def _read(file: Any, layers: Iterable[int] | None, sequences: slice | range | No
     cu_seqlens = whole["cu_seqlens"]
     check_cu_seqlens(cu_seqlens, total)
 
-    chosen = _choose_layers(spec, layers)
-    part = _choose_sequences(len(rollouts), sequences)
+    chosen = choose_layers(spec, layers)
+    part = choose_sequences(len(rollouts), sequences)
     cu_seqlens = cu_seqlens[part.start : part.stop + 1]
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     cu_seqlens = cu_seqlens - first
@@ -169,33 +169,6 @@ def _read(file: Any, layers: Iterable[int] | None, sequences: slice | range | No
     )
     batch.check()
     return batch
-
-
-def _choose_layers(spec: RouterSpec, layers: Iterable[int] | None) -> RouterSpec:
-    if layers is None:
-        return spec
-    wanted = list(layers)
-    unknown = [layer for layer in wanted if layer not in spec.moe_layers]
-    if unknown or not wanted:
-        raise SpecError(
-            f"decoder layers {unknown} asked for, expected one or more of the MoE layers "
-            f"{list(spec.moe_layers)}"
-        )
-    kept = tuple(layer for layer in spec.moe_layers if layer in wanted)
-    return dataclasses.replace(spec, moe_layers=kept)
-
-
-def _choose_sequences(count: int, sequences: slice | range | None) -> range:
-    if sequences is None:
-        return range(count)
-    if not isinstance(sequences, slice | range):
-        raise TypeError(f"sequences is {reprlib.repr(sequences)}, expected a slice or a range")
-    part = range(count)[sequences] if isinstance(sequences, slice) else sequences
-    if not part or part.step != 1 or part.start < 0 or part.stop > count:
-        raise IndexError(
-            f"sequences {sequences} asked for, expected one or more of 0..{count - 1} in steps of 1"
-        )
-    return part
 
 
 def _layer_names(spec: RouterSpec) -> list[str]:

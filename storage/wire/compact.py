@@ -7,14 +7,14 @@ The bytes behind the label, all numbers little-endian:
     u32      n, bytes of the header
     n bytes  header, a msgpack list: num_experts, top_k, MoE layers, start, rows, token_crc,
              missing, versions
-    ...      sets of the rows that are not missing, row by row and in each by layer, one chunk of the
-             codec "enum" (docs/format.md, about log2 C(num_experts, top_k) bits for each)
+    ...      sets of the rows that are not missing, row by row and in each by layer, one chunk of
+             the codec "enum" (docs/format.md, about log2 C(num_experts, top_k) bits for each)
     u32      CRC-32 of all bytes before it
 
 Row i of the string is row start + i of its rollout. token_crc is the CRC-32 of the token ids
-start..start + rows, int32, which is one more than rows: so a string can be told from that of another
+start..start + rows, int32, one more than rows: so a string can be told from that of another
 rollout, or of another place in it. missing: ascending runs [first row, rows, first row, rows, ...].
-versions: runs [rows, weight version, ...] over the rows that are not missing, or nil when not known.
+versions: runs [rows, weight version, ...] over the rows that are not missing, nil when not known.
 
 The ids of a row come back ascending: rows are sets.
 """

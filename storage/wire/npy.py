@@ -1,4 +1,4 @@
-"""Base64 of an `.npy`, as vLLM sends routing; read strictly and without trust in what it declares."""
+"""Base64 of an `.npy`, as vLLM sends routing; read strictly, whatever it declares of itself."""
 
 from __future__ import annotations
 
