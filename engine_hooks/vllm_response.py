@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from r3.engine_hooks.rows import unpack
-from r3.errors import CaptureError, FormatError, TraceError
+from r3.errors import CaptureError, FormatError, SpecError, TraceError
 from r3.identity import Provenance, RolloutId
 from r3.spec import RouterSpec
 from r3.storage.background import RecordHandle
@@ -49,28 +49,35 @@ def trace_from_response(
     sampled from only if the server runs with `--logprobs-mode processed_logprobs`.
 
     Raises CaptureError if there are no rows or token ids, FormatError for a field that is not what
-    it says it is, TraceError for rows that cannot be of these tokens.
+    it says it is, TraceError for rows that cannot be of these tokens, SpecError for a record of
+    other routers.
     """
     reply = _mapping(response)
     result = _choice(reply, choice)
     where = f"choice {choice}"
     rows = result.get(FIELD)
-    if rows is None:
+    if rows is None or rows == []:
         raise CaptureError(
             f"{where}: the reply has no {FIELD} (finish reason {result.get('finish_reason')!r}). "
             "Is capture on in the server (r3 serve, or --additional-config and --middleware)? Did "
             'a gateway drop the field? Did the request ask for "none"? In a stream of completions '
             "or chat it comes only if the request asks for it"
         )
-    if isinstance(rows, dict):
-        return _record(rows, reply, result, store, where)
+    parts = rows if isinstance(rows, list) else [rows]
+    if len(parts) == 1 and isinstance(parts[0], dict):
+        return _record(parts[0], spec, reply, result, store, where)
     prompt, sampled = _tokens(reply, result, where)
     tokens = [*prompt, *sampled]
-    parts = rows if isinstance(rows, list) else [rows]
-    if parts and all(isinstance(p, str) and p.startswith(LABEL) for p in parts):
+    if all(isinstance(p, str) and p.startswith(LABEL) for p in parts):
         start, ids, versions = _compact(parts, spec, tokens, where)
     else:
         start, ids, versions = _npy(parts, spec, len(tokens), where)
+        if before is not None and start not in (0, before.num_rows):
+            raise TraceError(
+                f"{where}: {len(ids)} rows, which do not say where they begin, for {len(tokens)} "
+                f"tokens, expected those from row {before.num_rows} of before on: set "
+                f'routed_experts_prompt_start to that, or ask for "compact"'
+            )
     if before is not None:
         ids, versions = _joined(before, start, ids, versions, spec, tokens, where)
     elif start:
@@ -85,7 +92,7 @@ def trace_from_response(
         token_ids=np.asarray(tokens, np.int64),
         routed_experts=ids,
         prompt_len=len(prompt),
-        logprobs=_logprobs(result, len(sampled), where),
+        logprobs=_logprobs(result, len(prompt), len(sampled), where),
         weight_versions=versions,
         rollout_id=rollout_id,
         provenance=provenance,
@@ -107,17 +114,16 @@ def join_stream(chunks: Iterable[Any]) -> dict[str, Any]:
             raise CaptureError(f"the stream ended with an error: {piece['error']!r:.500}")
         if piece.get("prompt_token_ids") is not None:
             joined["prompt_token_ids"] = piece["prompt_token_ids"]
-        for part in piece.get("choices") or ():
+        for part in _choices(piece.get("choices") or []):
             choice = choices.setdefault(part["index"], {"index": part["index"]})
             if part.get("prompt_token_ids") is not None:
                 choice["prompt_token_ids"] = part["prompt_token_ids"]
-            if part.get("token_ids") is not None:
-                choice.setdefault("token_ids", []).extend(part["token_ids"])
-            if isinstance(part.get(FIELD), dict):
-                choice[FIELD] = part[FIELD]
-            elif part.get(FIELD) is not None:
+            ids, logprobs = part.get("token_ids"), part.get("logprobs")
+            if ids is not None:
+                choice.setdefault("token_ids", []).extend(ids if isinstance(ids, list) else [ids])
+            if part.get(FIELD) is not None:
                 choice.setdefault(FIELD, []).append(part[FIELD])
-            for name, values in (part.get("logprobs") or {}).items():
+            for name, values in logprobs.items() if isinstance(logprobs, Mapping) else ():
                 if isinstance(values, list):
                     choice.setdefault("logprobs", {}).setdefault(name, []).extend(values)
             if part.get("finish_reason") is not None:
@@ -144,15 +150,23 @@ def _mapping(response: Any) -> Mapping[str, Any]:
 def _choice(reply: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     if reply.get("error"):
         raise CaptureError(f"the server replied with an error: {reply['error']!r:.500}")
-    choices = reply.get("choices")
-    if not isinstance(choices, list) or not all(isinstance(c, Mapping) for c in choices):
-        raise FormatError(f"choices is {reprlib.repr(choices)}, expected a list of objects")
+    choices = _choices(reply.get("choices"))
     for result in choices:
         if result.get("index") == index:
             if result.get("finish_reason") is None:
                 raise CaptureError(f"choice {index} has not finished")
             return result
     raise CaptureError(f"choice {index} asked for, found {[c.get('index') for c in choices]}")
+
+
+def _choices(choices: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(choices, list) or not all(
+        isinstance(c, Mapping) and type(c.get("index")) is int for c in choices
+    ):
+        raise FormatError(
+            f"choices is {reprlib.repr(choices)}, expected a list of objects, each with its index"
+        )
+    return choices
 
 
 def _tokens(
@@ -165,8 +179,10 @@ def _tokens(
             raise CaptureError(
                 f'{where}: the reply has no {name}: ask for "return_token_ids": true'
             )
-        if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-            raise FormatError(f"{where}: {name} is {reprlib.repr(ids)}, expected integers")
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+            raise FormatError(
+                f"{where}: {name} is {reprlib.repr(ids)}, expected integers from 0, below 2**31"
+            )
     return prompt, sampled  # type: ignore[return-value]
 
 
@@ -206,7 +222,7 @@ def _npy(
     rows, versions = np.concatenate(arrays), None
     if rows.ndim == 4:  # of a server with capture and without our middleware
         rows, versions = unpack(rows, spec)
-    elif rows.shape[1] != spec.num_layers:
+    elif rows.shape[1:] != (spec.num_layers, spec.top_k):
         raise TraceError(
             f"{where}: {FIELD} of shape {list(rows.shape)}, expected [rows, num_layers="
             f"{spec.num_layers}, top_k={spec.top_k}]"
@@ -246,7 +262,7 @@ def _joined(
         )
     earlier = before.routed_experts[:start].astype(np.int32)
     earlier[~before.valid[:start]] = -1
-    rest = spec.select_moe_layers(ids).astype(np.int32)
+    rest = spec.select_moe_layers(ids)
     both = None
     if not start:
         both = versions
@@ -257,6 +273,7 @@ def _joined(
 
 def _record(
     handle: dict[str, Any],
+    spec: RouterSpec,
     reply: Mapping[str, Any],
     result: Mapping[str, Any],
     store: str | os.PathLike[str] | None,
@@ -270,32 +287,39 @@ def _record(
             "server's folder, store="
         )
     trace = place.read(store)
+    if trace.spec != spec:
+        raise SpecError(f"{where}: rollout {place.rollout_id} is of {trace.spec}, expected {spec}")
     if result.get("token_ids") is not None:
         prompt, sampled = _tokens(reply, result, where)
-        if trace.token_ids.tolist() != [*prompt, *sampled]:
+        found, expected = trace.token_ids.tolist(), [*prompt, *sampled]
+        if found != expected or trace.prompt_len != len(prompt):
             raise TraceError(
                 f"{where}: rollout {place.rollout_id} has other tokens than the reply: "
-                f"{trace.num_tokens}, expected {len(prompt) + len(sampled)}"
+                f"{len(found)}, {trace.prompt_len} of the prompt, expected {len(expected)} and "
+                f"{len(prompt)}"
             )
     return trace
 
 
-def _logprobs(result: Mapping[str, Any], sampled: int, where: str) -> np.ndarray | None:
+def _logprobs(
+    result: Mapping[str, Any], prompt: int, sampled: int, where: str
+) -> np.ndarray | None:
     """float32 [sampled], or None if the reply has none for them."""
     given = result.get("logprobs")
     if not isinstance(given, Mapping):
         return None
     values = given.get("token_logprobs")
-    if values is None:
-        content = given.get("content")
-        values = [c["logprob"] for c in content] if content is not None else None
-    if values is None:
+    if values is None and (values := given.get("content")) is None:
         return None
-    values = values[-sampled:] if sampled else []  # with echo those of the prompt come first
+    if not isinstance(values, list):
+        raise FormatError(f"{where}: log-probabilities {reprlib.repr(values)}, expected a list")
+    values = [v.get("logprob") if isinstance(v, Mapping) else v for v in values]
+    if len(values) == prompt + sampled:  # with echo those of the prompt come first
+        values = values[prompt:]
     if len(values) != sampled:
         raise CaptureError(f"{where}: {len(values)} log-probabilities for {sampled} tokens")
     for i, value in enumerate(values):
-        if type(value) not in (int, float) or value <= _NO_LOGPROB:
+        if type(value) not in (int, float) or not value > _NO_LOGPROB:  # nor NaN
             raise CaptureError(
                 f"{where}: sampled token {i} has log-probability {value!r}, expected a finite one"
             )

@@ -39,7 +39,7 @@ from r3.storage.background import BackgroundWriter
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 INFO_PATH = "/v1/routed_experts"
 # fields of a request that are read here; a body without them is not even parsed
-_FIELDS = (b"routed_experts", b"rollout_id")
+_FIELDS = (b"routed_experts", b"rollout_id", b"use_beam_search")
 _REPLY: ContextVar[Reply | None] = ContextVar("r3_reply", default=None)
 
 _Message = dict[str, Any]
@@ -153,8 +153,8 @@ class RoutedExperts:
                 raise _Refused(
                     'routed_experts is "reference" and the server has no store: r3 serve --store'
                 )
-            if form != "none" and fields.get("use_beam_search"):
-                raise _Refused('routed_experts: beam search has none, expected "none"')
+        if form not in (None, "none") and fields.get("use_beam_search"):
+            raise _Refused('routed_experts: beam search has none, expected "none"')
         rollout_id = None
         if fields.get("rollout_id") is not None:
             if form != REFERENCE:

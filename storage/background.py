@@ -107,13 +107,13 @@ class BackgroundWriter:
         Returns when the record is in the file. Raises what `make` and RotatingWriter.append do.
         """
         loop = asyncio.get_running_loop()
-        self.pending += size
 
         def done(_: Any) -> None:
             loop.call_soon_threadsafe(self._free, size)
 
         # one that is cancelled while it waits its turn is not written, nobody was told of it
         job = self._thread.submit(self._append, make)
+        self.pending += size
         job.add_done_callback(done)
         return await asyncio.wrap_future(job)
 

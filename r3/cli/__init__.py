@@ -57,7 +57,16 @@ def app() -> None:
     show_default=True,
     help="seed of the tiny model, the random prompts and the sampling",
 )
-def demo(out: Path, model: Path | None, prompts: Path | None, max_tokens: int, seed: int) -> None:
+@click.option(
+    "--ray",
+    "use_ray",
+    is_flag=True,
+    help="engine and trainer are Ray actors, batches go through its object store (RAY_ADDRESS, or "
+    "a Ray of the demo's own)",
+)
+def demo(
+    out: Path, model: Path | None, prompts: Path | None, max_tokens: int, seed: int, use_ray: bool
+) -> None:
     """Sample with vLLM (bfloat16), store the routing, replay it in Megatron-core (float32).
 
     32 rollouts in all, several per prompt where there are fewer prompts. Leaves routing.r3,
@@ -65,7 +74,9 @@ def demo(out: Path, model: Path | None, prompts: Path | None, max_tokens: int, s
     """
     from r3.cli.demo import run_demo
 
-    run_demo(out=out, model=model, prompts=prompts, max_tokens=max_tokens, seed=seed)
+    run_demo(
+        out=out, model=model, prompts=prompts, max_tokens=max_tokens, seed=seed, use_ray=use_ray
+    )
 
 
 @app.command()
@@ -327,6 +338,26 @@ def serve(model: str, vllm_args: tuple[str, ...], store: Path | None) -> None:
     command = serve_command(model, vllm_args, store)
     sys.stdout.flush()
     os.execv(command[0], command)
+
+
+@app.command()
+@click.argument("source", metavar="IN", type=_PATH)
+@click.argument("target", metavar="OUT", type=_PATH)
+@click.option("--from", "read_as", metavar="FORMAT", help="format of IN, if it is JSON lines")
+@click.option("--to", "write_as", metavar="FORMAT", help="format of OUT, if it is JSON lines")
+@click.option("--model", type=_PATH, help="folder or config.json of the model, if IN is JSON lines")
+def convert(
+    source: Path, target: Path, read_as: str | None, write_as: str | None, model: Path | None
+) -> None:
+    """Convert rollouts between .r3 files and other frameworks' objects, one JSON line each.
+
+    FORMAT is vllm, vllm-0.21, sglang, nemo-rl, prime-rl, skyrl or r3. OUT must not exist yet.
+    """
+    from r3.cli.convert import convert_file
+
+    count = convert_file(source, target, read_as, write_as, model)
+    click.echo(f"{_plain(str(target))}: rollouts {count:,}")
+    sys.stdout.flush()
 
 
 @app.command()

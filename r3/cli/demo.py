@@ -4,8 +4,9 @@
                                                   without replay  ->  native.r3
                                                   and with it     ->  replay.r3
 
-Checks the input, runs the two halves (r3.cli.demo_stages) in processes of their own, then prints
-what `r3 compare` does and writes summary.json and report.html, the page of `r3 report`.
+Checks the input, runs the two halves (r3.cli.demo_stages) in processes of their own, which with
+`--ray` are actors (r3.cli.demo_ray), then prints what `r3 compare` does and writes summary.json and
+report.html, the page of `r3 report`.
 """
 
 from __future__ import annotations
@@ -36,10 +37,19 @@ _NEEDS = {"vllm": "cpu", "megatron": "megatron", "transformers": "megatron"} | d
 
 
 def run_demo(
-    *, out: Path, model: Path | None, prompts: Path | None, max_tokens: int, seed: int
+    *,
+    out: Path,
+    model: Path | None,
+    prompts: Path | None,
+    max_tokens: int,
+    seed: int,
+    use_ray: bool = False,
 ) -> None:
-    """Run the demo; raises an R3Error, before anything is started, if the input is at fault."""
-    for module, extra in _NEEDS.items():
+    """Run the demo; raises an R3Error, before anything is started, if the input is at fault.
+
+    use_ray: the two halves are Ray actors, and batches go through its object store.
+    """
+    for module, extra in (_NEEDS | ({"ray": "ray"} if use_ray else {})).items():
         if importlib.util.find_spec(module) is None:
             raise MissingDependencyError(
                 f"the demo needs {module}: pip install 'rollout-routing-replay[{extra}]'"
@@ -74,20 +84,21 @@ def run_demo(
         else:
             run_isolated(_check_trainer, {"model": model}, log, show)
         samples = max(1, _ROLLOUTS // len(chosen))
-        run_isolated(
-            _sample,
-            {
-                "model": model,
-                "prompts": chosen,
-                "samples": samples,
-                "max_tokens": max_tokens,
-                "seed": seed,
-                "file": file,
-            },
-            log,
-            show,
-        )
-        run_isolated(_recompute, {"model": model, "file": file}, log, show)
+        sampling = {
+            "model": model,
+            "prompts": chosen,
+            "samples": samples,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "file": file,
+        }
+        if use_ray:
+            from r3.cli.demo_ray import run_in_actors
+
+            run_in_actors(sampling, log, show)
+        else:
+            run_isolated(_sample, sampling, log, show)
+            run_isolated(_recompute, {"model": model, "file": file}, log, show)
         show("comparing", 0, 1)
         texts = token_texts(model) if (model / "tokenizer.json").exists() else None
         document = read_run(out, texts=texts)

@@ -18,7 +18,7 @@ import numpy as np
 
 from r3.batch import RoutingBatch
 from r3.errors import ReplayError, UnsupportedError
-from r3.identity import RolloutId
+from r3.identity import Provenance, RolloutId
 from r3.monitor import StepMonitor, StepState
 from r3.spec import RouterSpec
 from r3.storage import ShardReader, ShardWriter
@@ -115,13 +115,36 @@ def sample(
                 )
 
 
-def recompute(report: Report, *, model: Path, file: Path) -> None:
-    """Recompute the rollouts of `file` in float32, without and with replay.
+def microbatches(file: Path) -> tuple[list[RoutingBatch], Provenance]:
+    """The rollouts of `file` as the trainer is fed them, and what the engine says of itself."""
+    with ShardReader(file) as shard:
+        batches = [
+            RoutingBatch.from_traces([shard[j] for j in range(i, min(i + _MICROBATCH, len(shard)))])
+            for i in range(0, len(shard), _MICROBATCH)
+        ]
+        return batches, shard[0].provenance
 
-    Writes beside it what the trainer did: `native.r3`, its own routing with router margins, and
+
+def recompute(report: Report, *, model: Path, file: Path) -> None:
+    """Recompute the rollouts of `file`; see `recompute_batches`."""
+    batches, engine = microbatches(file)
+    recompute_batches(report, model=model, folder=file.parent, batches=batches, engine=engine)
+
+
+def recompute_batches(
+    report: Report,
+    *,
+    model: Path,
+    folder: Path,
+    batches: list[RoutingBatch],
+    engine: Provenance,
+) -> None:
+    """Recompute `batches` in float32, without and with replay.
+
+    Writes to `folder` what the trainer did: `native.r3`, its own routing with router margins, and
     `replay.r3`, the routing that its MoE layers used under replay; both with its
     log-probabilities, float32, of the sampled tokens. And `metrics.jsonl`, the line of one training
-    step.
+    step, which names `engine`.
     """
     report("starting Megatron-core", 0, 1)
     import torch
@@ -139,20 +162,13 @@ def recompute(report: Report, *, model: Path, file: Path) -> None:
     gpt.eval()
     made = trainer_provenance(gpt)
 
-    with ShardReader(file) as shard:
-        spec = shard.spec
-        batches = [
-            RoutingBatch.from_traces([shard[j] for j in range(i, min(i + _MICROBATCH, len(shard)))])
-            for i in range(0, len(shard), _MICROBATCH)
-        ]
-        engine = shard[0].provenance
+    spec = batches[0].spec
     margins = spec.top_k < spec.num_experts  # else there is no other choice
     alignment = None
     parts: list[dict[str, Any]] = []  # of the training step, one for each microbatch
     with ExitStack() as stack:
         shards = {
-            name: stack.enter_context(ShardWriter(file.with_name(f"{name}.r3"), spec))
-            for name in _PASSES
+            name: stack.enter_context(ShardWriter(folder / f"{name}.r3", spec)) for name in _PASSES
         }
         replay = stack.enter_context(MegatronReplay(gpt))
         stack.enter_context(torch.no_grad())
@@ -196,7 +212,7 @@ def recompute(report: Report, *, model: Path, file: Path) -> None:
             alignment = alignment or native.alignment()
     parts[-1]["report"] = replay.report()
     state = functools.reduce(operator.add, (StepState.of(**part) for part in parts))
-    with StepMonitor(file.with_name("metrics.jsonl")) as monitor:
+    with StepMonitor(folder / "metrics.jsonl") as monitor:
         monitor.record(0, state, alignment=alignment, engine=engine, trainer=made)
 
 
@@ -233,7 +249,7 @@ def _right_padded(batch: RoutingBatch) -> torch.Tensor:
     """input_ids int64 [b, s], one row per sequence."""
     import torch
 
-    sequences = [torch.from_numpy(x) for x in np.split(batch.token_ids, batch.cu_seqlens[1:-1])]
+    sequences = [torch.tensor(x) for x in np.split(batch.token_ids, batch.cu_seqlens[1:-1])]
     return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).long()
 
 

@@ -64,7 +64,8 @@ def _take_config(args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     for arg in given:
         name, equals, text = arg.partition("=")
         name = name.replace("_", "-")
-        if name.startswith(f"{_KEY}."):
+        # vLLM would take the beginning of a flag's name for it, and one of the two settings
+        if name.startswith(f"{_KEY}.") or (_KEY.startswith(name) and "--a" < name < _KEY):
             raise click.UsageError(f"{arg:.100}: expected {_KEY} with a JSON object")
         if name != _KEY:
             rest.append(arg)

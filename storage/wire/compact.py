@@ -74,11 +74,13 @@ def encode_rows(
     """
     where = f"rows from {start}"
     valid = np.ones(len(ids), bool)
-    if ids.dtype.kind == "i" and ids.size:
+    if ids.dtype.kind == "i" and ids.ndim == 3 and ids.size:
         valid = ~(ids == -1).all(axis=(1, 2))
     check_shape_and_range(ids, valid, spec, where)
     kept = np.ascontiguousarray(ids[valid], spec.dtype)
     check_distinct(kept, np.ones(len(kept), bool), spec, where)
+    if start < 0:
+        raise TraceError(f"{where}: expected rows from 0 or more")
     if len(tokens) != len(ids) + 1:
         raise TraceError(f"{where}: {len(tokens)} tokens for {len(ids)} rows, expected one more")
     runs = None
@@ -114,6 +116,8 @@ def decode_rows(text: str, spec: RouterSpec, tokens: Sequence[int] | np.ndarray)
     """
     data = _data(text)
     size = int.from_bytes(data[:_U32], "little")
+    if size > len(data) - 2 * _U32:
+        raise FormatError(f"header of {size} bytes in routing rows of {len(data)} bytes")
     fields = _header(data[_U32 : _U32 + size])
     found, (start, rows, token_crc) = fields[:3], fields[3:6]
     expected = [spec.num_experts, spec.top_k, len(spec.moe_layers)]
@@ -161,6 +165,9 @@ def _data(text: str) -> bytes:
         raise FormatError(f"behind {LABEL!r}: not base64: {e}") from None
     if len(data) < 2 * _U32:
         raise FormatError(f"{len(data)} bytes behind {LABEL!r}, expected {2 * _U32} or more")
+    tail = text[-4:]  # the decoder ignores the bits of the last character that are not used
+    if base64.b64encode(data[-(len(data) % 3 or 3) :]).decode() != tail:
+        raise FormatError(f"behind {LABEL!r}: not base64: unused bits are set in {tail!r}")
     found, expected = zlib.crc32(data[:-_U32]), int.from_bytes(data[-_U32:], "little")
     if found != expected:
         raise FormatError(f"routing rows with checksum {found:08x}, expected {expected:08x}")
@@ -205,7 +212,7 @@ def _valid(missing: list[int], rows: int) -> np.ndarray:
 
 def _versions(runs: list[int], valid: np.ndarray) -> np.ndarray:
     counts, known = runs[::2], int(valid.sum())
-    if sum(counts) != known:
+    if sum(counts) != known or 0 in counts:
         raise FormatError(f"weight versions of {sum(counts)} rows, expected {known}")
     versions = np.full(len(valid), -1, np.int64)
     versions[valid] = np.repeat(np.array(runs[1::2], np.int64), np.array(counts, np.int64))

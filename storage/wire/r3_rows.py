@@ -1,0 +1,56 @@
+"""r3: this package's own, with the rows as a short string (r3.storage.wire.compact).
+
+{"token_ids": [...], "prompt_len": p, "routed_experts": "r3.rows/1:..."}. The string knows its first
+row, missing rows, weight versions, and which tokens it is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from r3.batch import RoutingBatch
+from r3.storage.wire.compact import decode_rows, encode_rows
+from r3.storage.wire.payload import count_of, fields_of, integers, items_of, routing_of
+from r3.storage.wire.sequences import Found, Given, parts_of, to_batch
+
+ASK = "routing from this package's plugin"
+
+
+def to_wire(batch: RoutingBatch) -> list[dict[str, Any]]:
+    """One mapping for each sequence."""
+    return [
+        {
+            "token_ids": part.token_ids.tolist(),
+            "prompt_len": part.prompt_len,
+            "routed_experts": encode_rows(
+                part.rows(np.int32, missing=-1, all_layers=False),
+                part.spec,
+                tokens=part.token_ids,
+                versions=part.versions,
+            ),
+        }
+        for part in parts_of(batch, "r3")
+    ]
+
+
+def from_wire(obj: Any, given: Given) -> RoutingBatch:
+    """obj: a mapping, or a list of them, or of the strings alone."""
+
+    def read(i: int, item: Any) -> Found:
+        alone = {"routed_experts": item} if isinstance(item, str) else item
+        fields = fields_of(alone, "the rollout")
+        text = routing_of(fields, "routed_experts", ASK)
+        if fields.get("token_ids") is None:
+            tokens, prompt_len = given.tokens(i)
+        else:
+            whole = integers(fields["token_ids"], "token_ids")
+            split = count_of(fields.get("prompt_len"), "prompt_len", most=len(whole))
+            tokens, prompt_len = given.tokens(i, whole[:split], whole[split:])
+        rows = decode_rows(text, given.spec, tokens)
+        return Found(tokens, prompt_len, rows.ids, start=rows.start, versions=rows.versions)
+
+    items = [obj] if isinstance(obj, Mapping | str) else items_of(obj, "the payload")
+    return to_batch(items, read, given)
