@@ -41,7 +41,8 @@ def trace_from_response(
     an object of the openai package; of a stream, what `join_stream` makes of its pieces. Ask for
     `"return_token_ids": true`. choice: its `index`.
     before: the trace of the conversation so far, for a request with `routed_experts_prompt_start`:
-    the rows that it left out are taken from there, and the tokens compared.
+    the rows that it left out are taken from there, and the tokens compared. An .npy does not say
+    where it begins: it has to be all rows, or those from before.num_rows on.
     store: the server's folder, to read a record that the reply only refers to; it has a rollout id
     and a provenance of its own.
 
@@ -119,8 +120,10 @@ def join_stream(chunks: Iterable[Any]) -> dict[str, Any]:
             if part.get("prompt_token_ids") is not None:
                 choice["prompt_token_ids"] = part["prompt_token_ids"]
             ids, logprobs = part.get("token_ids"), part.get("logprobs")
+            if ids is not None and not isinstance(ids, list):
+                raise FormatError(f"token_ids is {reprlib.repr(ids)}, expected integers")
             if ids is not None:
-                choice.setdefault("token_ids", []).extend(ids if isinstance(ids, list) else [ids])
+                choice.setdefault("token_ids", []).extend(ids)
             if part.get(FIELD) is not None:
                 choice.setdefault(FIELD, []).append(part[FIELD])
             for name, values in logprobs.items() if isinstance(logprobs, Mapping) else ():
@@ -215,7 +218,7 @@ def _compact(
 def _npy(
     parts: list[str], spec: RouterSpec, tokens: int, where: str
 ) -> tuple[int, np.ndarray, np.ndarray | None]:
-    arrays = [decode_npy(part, where) for part in parts]
+    arrays = [decode_npy(part, f"{where}: {FIELD}") for part in parts]
     shapes = {array.shape[1:] for array in arrays}
     if len(shapes) != 1:
         raise TraceError(f"{where}: pieces of routing with shapes {shapes}, expected one")

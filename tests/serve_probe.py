@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 PATH = "/held"
-# of this package: what a request, a choice of it and a stored record need; of vLLM: a running request
+# what this package has of a request, a choice of it, a record; and vLLM's of a running request
 KINDS = ("Reply", "_Choice", "_Sender", "RoutingTrace", "RequestState")
 
 

@@ -100,13 +100,8 @@ class Server:
         raise AssertionError(f"code {self.process.poll()}, no answer:\n{self.text()[-4000:]}")
 
     def ended(self) -> int:
-        """Wait for the end of a server that cannot start; its exit code."""
+        """Wait until the API server ends by itself; its exit code."""
         return self.process.wait(_START)
-
-    def stop(self) -> int:
-        """SIGTERM to the API server, as an operator does; its exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(_STOP)
 
     def kill(self) -> None:
         """SIGKILL to all of its processes; returns when none is left."""
@@ -191,13 +186,16 @@ class Server:
 
 
 class Clients:
-    """Many requests at a time to one server, in an event loop; as a context."""
+    """Many requests at a time to one server, in an event loop; as a context.
 
-    def __init__(self, server: Server) -> None:
+    headers: to send with each request.
+    """
+
+    def __init__(self, server: Server, **headers: str) -> None:
         self._http = httpx.AsyncClient(
             base_url=server.url,
             timeout=300,
-            headers=_headers(),
+            headers=_headers() | headers,
             limits=httpx.Limits(max_connections=None),
         )
         self._openai = openai.AsyncOpenAI(
@@ -264,7 +262,9 @@ def body(
         return fields | params | {"prompt": prompt, "logprobs": 1}
     if api == "chat":
         content = " ".join(f"t{token}" for token in prompt)
-        return fields | params | {"messages": [{"role": "user", "content": content}], "logprobs": True}
+        return (
+            fields | params | {"messages": [{"role": "user", "content": content}], "logprobs": True}
+        )
     return fields | {"token_ids": prompt, "sampling_params": params | {"logprobs": 1}}
 
 

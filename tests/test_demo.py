@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 class Demo(NamedTuple):
     folder: Path
     summary: dict[str, Any]
+    shown: str
     page: str
     engine: list[RoutingTrace]
     native: list[RoutingTrace]
@@ -47,6 +48,7 @@ def demo(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Demo:
     return Demo(
         folder,
         json.loads((folder / "summary.json").read_text()),
+        done.stdout,
         (folder / "report.html").read_text(),
         engine,
         *sides,
@@ -188,3 +190,22 @@ def test_commands_of_the_readme_on_its_files(demo, tmp_path):
     done = r3_command("show", files[0], demo.engine[3].rollout_id, "--against", files[1])
     assert done.returncode == 0, done.stderr
     assert "of its cells differ" in done.stdout
+
+
+def test_through_ray_it_is_the_same(demo, tmp_path):
+    """Engine and trainer as Ray actors: the same rollouts and routing, bit for bit."""
+    pytest.importorskip("ray")
+    folder = tmp_path / "demo"
+    done = r3_command("demo", "--ray", "--out", folder, "--seed", demo.summary["seed"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == demo.shown
+    for name, side in (("routing", demo.engine), ("native", demo.native), ("replay", demo.replay)):
+        with ShardReader(folder / f"{name}.r3") as shard:
+            assert {t.rollout_id: t.digest for t in shard} == {t.rollout_id: t.digest for t in side}
+    size = "bytes_per_token_per_layer"  # the provenance has the folder of the model
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary | {size: 0} == demo.summary | {size: 0}
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    (record,) = read_metrics(folder / "metrics.jsonl")
+    (other,) = read_metrics(demo.folder / "metrics.jsonl")
+    assert record["metrics"] == other["metrics"]

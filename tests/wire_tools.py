@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import warnings
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -128,3 +131,126 @@ def batches(draw: st.DrawFn, name: str) -> RoutingBatch:
             logprobs=draw(st.booleans()),
             replies=draw(st.sampled_from([0.0, 0.5])),
         )
+
+
+# --- payloads made by hand
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def npy(array: np.ndarray) -> str:
+    with io.BytesIO() as file:
+        np.save(file, array)
+        return b64(file.getvalue())
+
+
+TOKENS, PROMPT = list(range(100, 112)), 5
+IDS = random_ids(np.random.default_rng(1), 11)
+FULL = all_layers(IDS)
+
+
+def vllm(ids: np.ndarray = FULL, dtype: str = "uint8", **changes: Any) -> dict[str, Any]:
+    choice = {"token_ids": TOKENS[PROMPT:], "routed_experts": npy(ids.astype(dtype))}
+    return {"prompt_token_ids": TOKENS[:PROMPT], "choices": [choice | changes]}
+
+
+def vllm_021(ids: np.ndarray = FULL) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": TOKENS[:PROMPT],
+        "prompt_routed_experts": ids[:PROMPT].tolist(),
+        "choices": [{"token_ids": TOKENS[PROMPT:], "routed_experts": ids[PROMPT:].tolist()}],
+    }
+
+
+def sglang(ids: np.ndarray = FULL, **meta: Any) -> dict[str, Any]:
+    meta = {"routed_experts": b64(ids.astype("<i4").tobytes())} | meta
+    return {
+        "prompt_token_ids": TOKENS[:PROMPT],
+        "output_ids": TOKENS[PROMPT:],
+        "meta_info": meta,
+    }
+
+
+def sample(ids: np.ndarray = FULL, **changes: Any) -> dict[str, Any]:
+    return {
+        "tokens": TOKENS,
+        "response_length": 7,
+        "rollout_routed_experts": ids.astype(np.int32),
+    } | changes
+
+
+def nemo(ids: np.ndarray = IDS, dtype: str = "int8", **changes: Any) -> dict[str, Any]:
+    shape = "x".join(map(str, ids.shape))
+    return {
+        "prompt_token_ids": TOKENS[:PROMPT],
+        "generation_token_ids": TOKENS[PROMPT:],
+        "routed_experts": f"nrlre1:{dtype}:{shape}:{b64(ids.astype(dtype).tobytes())}",
+    } | changes
+
+
+def packed(ids: np.ndarray = FULL, dtype: str = "uint8", **changes: Any) -> dict[str, Any]:
+    data = b64(ids.astype(dtype).tobytes())
+    return {"data": data, "shape": list(ids.shape), "dtype": dtype} | changes
+
+
+def prime(ids: np.ndarray = FULL, **changes: Any) -> dict[str, Any]:
+    return {
+        "prompt_ids": TOKENS[:PROMPT],
+        "completion_ids": TOKENS[PROMPT:],
+        "routed_experts": packed(ids, start=0) | changes,
+    }
+
+
+def skyrl(ids: np.ndarray = FULL, **changes: Any) -> dict[str, Any]:
+    choice = {"token_ids": TOKENS[PROMPT:], "routed_experts": packed(ids) | changes}
+    return {"prompt_token_ids": TOKENS[:PROMPT], "choices": [choice]}
+
+
+def verl(ids: np.ndarray = FULL, width: int = 8, longest: int = 9) -> dict[str, Any]:
+    """Prompt of 5 in a slot of 8, response of 7 in one of 9: rows from column 3 on."""
+    routed = np.zeros((1, width + longest, *ids.shape[1:]), np.int16)
+    routed[0, width - PROMPT : width - PROMPT + len(ids)] = ids
+    input_ids = np.zeros((1, width + longest), np.int64)
+    input_ids[0, width - PROMPT : width + 7] = TOKENS
+    return {
+        "input_ids": input_ids,
+        "attention_mask": (input_ids > 0).astype(np.int64),
+        "responses": input_ids[:, width:],
+        "routed_experts": routed,
+    }
+
+
+def megatron(ids: np.ndarray = IDS) -> list[np.ndarray]:
+    return list(ids.transpose(1, 0, 2).astype(np.int64))
+
+
+BY_HAND: dict[str, Callable[..., Any]] = {
+    "vllm": vllm,
+    "vllm-0.21": vllm_021,
+    "sglang": sglang,
+    "verl": verl,
+    "slime": sample,
+    "miles": sample,
+    "nemo-rl": nemo,
+    "prime-rl": prime,
+    "skyrl": skyrl,
+    "megatron": megatron,
+}
+
+
+def read(obj: Any, name: str, spec: RouterSpec = TOY, **given: Any) -> RoutingBatch:
+    if name == "megatron":
+        given = {"token_ids": [TOKENS], "prompt_lens": [PROMPT]} | given
+    return from_wire(obj, name, spec=spec, **given)
+
+
+def assert_read(found: RoutingBatch, missing: Sequence[int] = ()) -> None:
+    """IDS of TOKENS, but for missing rows."""
+    valid = [row not in missing for row in range(11)]
+    assert found.token_ids.tolist() == TOKENS
+    assert found.prompt_lens.tolist() == [PROMPT]
+    assert found.valid.tolist() == [*valid, False]
+    expected = np.where(np.array(valid)[:, None, None], IDS, 0)
+    np.testing.assert_array_equal(found.routed_experts[:-1], expected)

@@ -24,7 +24,7 @@ from r3.identity import RolloutId
 from r3.spec import RouterSpec
 from r3.storage import ShardReader, ShardWriter
 from r3.storage.wire import FORMATS, JSON_FORMATS, from_wire, to_wire
-from r3.storage.wire.sequences import naming
+from r3.storage.wire.reading import naming
 
 SUFFIX = ".r3"
 

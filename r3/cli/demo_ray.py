@@ -10,9 +10,11 @@ so it stays until the trainer is done.
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ def run_in_actors(sampling: dict[str, Any], log: Path, show: Report) -> None:
     # an actor has a working directory of its own
     paths = {name: sampling[name].absolute() for name in ("model", "file")}
     sampling, log = sampling | paths, log.absolute()
-    with _ray() as ray, ExitStack() as stack:
+    with connected() as ray, ExitStack() as stack:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -41,9 +43,9 @@ def run_in_actors(sampling: dict[str, Any], log: Path, show: Report) -> None:
             stack.callback(ray.kill, started)
             return started
 
-        progress = start(_Progress)
-        rollout, trainer = (start(_Worker, progress, os.environ.get(_THREADS)) for _ in range(2))
-        handles, engine = _follow(rollout, _sample_and_put, sampling, log, progress, show)
+        progress = start(Progress)
+        rollout, trainer = (start(Worker, progress, os.environ.get(_THREADS)) for _ in range(2))
+        handles, engine = follow(rollout, _sample_and_put, sampling, log, progress, show)
         with ExitStack() as step:
             for handle in handles:
                 step.enter_context(handle)
@@ -53,7 +55,7 @@ def run_in_actors(sampling: dict[str, Any], log: Path, show: Report) -> None:
                 "handles": handles,
                 "engine": engine,
             }
-            _follow(trainer, _fetch_and_recompute, training, log, progress, show)
+            follow(trainer, _fetch_and_recompute, training, log, progress, show)
 
 
 def _sample_and_put(report: Report, **sampling: Any) -> tuple[list[BatchHandle], Provenance]:
@@ -77,7 +79,7 @@ def _fetch_and_recompute(report: Report, *, handles: list[BatchHandle], **traini
 
 
 @contextmanager
-def _ray() -> Iterator[Any]:
+def connected() -> Iterator[Any]:
     """Ray as the environment says, else one that ends with the demo"""
     # a Ray of the demo's own tells nobody that it was used
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -85,8 +87,12 @@ def _ray() -> Iterator[Any]:
 
     address = os.environ.get("RAY_ADDRESS")
     own: dict[str, Any] = {} if address else {"num_cpus": 2, "include_dashboard": False}
+    starting = nullcontext() if address else _interrupted_later()
     try:
-        ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **own)
+        with starting:
+            ray.init(
+                address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **own
+            )
         yield ray
     except (ConnectionError, ray.exceptions.RayError) as e:
         raise StageError(f"Ray: {type(e).__name__}: {' '.join(str(e).split())[:500]}") from e
@@ -94,7 +100,20 @@ def _ray() -> Iterator[Any]:
         ray.shutdown()
 
 
-class _Progress:
+@contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Interrupts wait until the end: in the midst of starting, Ray would leave processes behind"""
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
+
+
+class Progress:
     """What the workers report until the driver asks for it"""
 
     def __init__(self) -> None:
@@ -112,7 +131,7 @@ class _Progress:
 _THREADS = "OMP_NUM_THREADS"
 
 
-class _Worker:
+class Worker:
     """A process that runs one stage"""
 
     def __init__(self, progress: Any, threads: str | None) -> None:
@@ -135,7 +154,7 @@ class _Worker:
             self._outcome = message
 
 
-def _follow(
+def follow(
     worker: Any, stage: Any, kwargs: dict[str, Any], log: Path, progress: Any, show: Report
 ) -> Any:
     """The result of a stage, with its progress shown meanwhile"""

@@ -26,12 +26,15 @@ def serve_command(model: str, args: Sequence[str], store: Path | None) -> list[s
     """The command line that serves `model` with vLLM's own `args`.
 
     store: folder for records that replies refer to. An --additional-config among `args` is kept,
-    with ours put into it. Raises MissingDependencyError without vLLM.
+    with ours put into it. Raises MissingDependencyError without vLLM, click.UsageError for what
+    cannot be such a command line.
     """
     if importlib.util.find_spec("vllm") is None:
         raise MissingDependencyError(
             "vllm is not installed: pip install 'rollout-routing-replay[vllm]', or [cpu]"
         )
+    if model.startswith("-"):  # which values belong to vLLM's flags, only vLLM knows
+        raise click.UsageError(f"{model:.100}: expected the model first, then flags of vLLM")
     rest, config = _take_config(args)
     ours = config.setdefault("r3", {})
     if not isinstance(ours, dict):

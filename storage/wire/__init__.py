@@ -30,7 +30,7 @@ from r3.storage.wire import (
     vllm,
     vllm_021,
 )
-from r3.storage.wire.sequences import Given, naming
+from r3.storage.wire.reading import Given, naming
 
 __all__ = ["FORMATS", "JSON_FORMATS", "from_wire", "to_wire"]
 

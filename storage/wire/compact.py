@@ -22,7 +22,6 @@ The ids of a row come back ascending: rows are sets.
 from __future__ import annotations
 
 import base64
-import binascii
 import reprlib
 import zlib
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from r3.checks import check_distinct, check_shape_and_range
 from r3.errors import FormatError, TraceError
 from r3.spec import RouterSpec
 from r3.storage.codec import CODECS
+from r3.storage.wire.payload import decode_base64
 
 LABEL = "r3.rows/1:"
 _CODEC = CODECS["enum"]
@@ -85,7 +85,7 @@ def encode_rows(
         raise TraceError(f"{where}: {len(tokens)} tokens for {len(ids)} rows, expected one more")
     runs = None
     if versions is not None:
-        known = np.asarray(versions)[valid]
+        known = versions[valid] if len(versions) == len(ids) else versions
         if len(versions) != len(ids) or (len(known) and known.min() < 0):
             raise TraceError(
                 f"{where}: {len(versions)} weight versions, the lowest "
@@ -159,15 +159,9 @@ def _data(text: str) -> bytes:
     """The bytes behind the label, whose checksum is right."""
     if not isinstance(text, str) or not text.startswith(LABEL):
         raise FormatError(f"{reprlib.repr(text)}, expected text that begins with {LABEL!r}")
-    try:
-        data = base64.b64decode(text[len(LABEL) :], validate=True)
-    except (binascii.Error, ValueError) as e:
-        raise FormatError(f"behind {LABEL!r}: not base64: {e}") from None
+    data = decode_base64(text[len(LABEL) :], f"routing rows behind {LABEL!r}")
     if len(data) < 2 * _U32:
         raise FormatError(f"{len(data)} bytes behind {LABEL!r}, expected {2 * _U32} or more")
-    tail = text[-4:]  # the decoder ignores the bits of the last character that are not used
-    if base64.b64encode(data[-(len(data) % 3 or 3) :]).decode() != tail:
-        raise FormatError(f"behind {LABEL!r}: not base64: unused bits are set in {tail!r}")
     found, expected = zlib.crc32(data[:-_U32]), int.from_bytes(data[-_U32:], "little")
     if found != expected:
         raise FormatError(f"routing rows with checksum {found:08x}, expected {expected:08x}")

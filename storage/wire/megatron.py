@@ -14,7 +14,8 @@ import numpy as np
 from r3.batch import RoutingBatch
 from r3.errors import FormatError, TraceError
 from r3.storage.wire.payload import array_of, items_of
-from r3.storage.wire.sequences import Found, Given, parts_of, to_batch
+from r3.storage.wire.reading import Found, Given, to_batch
+from r3.storage.wire.writing import parts_of
 
 
 def to_wire(batch: RoutingBatch) -> list[np.ndarray]:

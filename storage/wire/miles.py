@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from r3.batch import RoutingBatch
-from r3.storage.wire.sequences import Given, parts_of
+from r3.storage.wire.reading import Given
 from r3.storage.wire.slime import sample_of, samples_to_batch
+from r3.storage.wire.writing import parts_of
 
 
 def to_wire(batch: RoutingBatch) -> list[dict[str, Any]]:

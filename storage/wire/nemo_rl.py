@@ -25,7 +25,8 @@ from r3.storage.wire.payload import (
     raw_array,
     routing_of,
 )
-from r3.storage.wire.sequences import Found, Given, parts_of, sampled_logprobs, to_batch
+from r3.storage.wire.reading import Found, Given, sampled_logprobs, to_batch
+from r3.storage.wire.writing import parts_of
 
 ASK = "policy.router_replay.enabled, with vllm_kwargs.enable_return_routed_experts,"
 _ENVELOPE = re.compile(r"nrlre1:(int8|int16|int32):(\d{1,12})x(\d{1,12})x(\d{1,12}):")

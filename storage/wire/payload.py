@@ -59,7 +59,10 @@ def raw_array(data: bytes, dtype: str, shape: Sequence[int], what: str) -> np.nd
             f"{what} has {len(data)} bytes, expected {expected} for {kind.name} of shape "
             f"{list(shape)}: label, shape and bytes contradict each other"
         )
-    return np.frombuffer(data, kind).reshape(shape)
+    try:
+        return np.frombuffer(data, kind).reshape(shape)
+    except ValueError:  # no bytes, and a shape that is none of an array
+        raise FormatError(f"{what} has shape {list(shape)}, expected one of an array") from None
 
 
 def fields_of(value: object, what: str) -> Mapping[str, Any]:
@@ -79,6 +82,11 @@ def items_of(value: object, what: str) -> list[Any]:
     return list(value)
 
 
+def first_of(key: str, *places: Mapping[str, Any]) -> Any:
+    """`key` of the first mapping in which it is there and not None; else None."""
+    return next((fields[key] for fields in places if fields.get(key) is not None), None)
+
+
 def routing_of(fields: Mapping[str, Any], key: str, ask: str) -> Any:
     """`fields[key]`, which was asked for. Raises CaptureError if it is absent or None.
 
@@ -94,9 +102,16 @@ def routing_of(fields: Mapping[str, Any], key: str, ask: str) -> Any:
     return value
 
 
+def label_of(value: object, labels: Sequence[str]) -> str:
+    """One of these names of dtypes. Raises FormatError for anything else."""
+    if not isinstance(value, str) or value not in labels:
+        raise FormatError(f"dtype is {_brief(value)}, expected one of {', '.join(labels)}")
+    return value
+
+
 def integers(values: object, what: str) -> np.ndarray:
     """int64 [n] from a list, numpy or torch; FormatError for floats, booleans, other shapes."""
-    array = _numbers(values, what)
+    array = numbers(values, what)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise FormatError(f"{what} is {_brief(values)}, expected a list of integers")
     if isinstance(values, list | tuple) and any(type(v) is bool for v in values):
@@ -107,7 +122,7 @@ def integers(values: object, what: str) -> np.ndarray:
 
 
 def count_of(value: object, what: str, most: int = 1 << 40) -> int:
-    """An integer of 0 to `most`. Raises FormatError for anything else."""
+    """An integer of 0 to `most`. Raises FormatError for anything else, None too."""
     good = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not good or not 0 <= value <= most:  # type: ignore[operator]
         raise FormatError(f"{what} is {_brief(value)}, expected an integer of 0 to {most}")
@@ -115,16 +130,17 @@ def count_of(value: object, what: str, most: int = 1 << 40) -> int:
 
 
 def floats(values: object, length: int, what: str) -> np.ndarray:
-    """float32 [length] from a list, numpy or torch. Raises FormatError for anything else."""
-    array = _numbers(values, what)
-    if array.shape != (length,) or (array.dtype.kind not in "fiu" and length):
+    """float32 [length] from a list, numpy or torch. NaN and anything else is a FormatError."""
+    array = numbers(values, what)
+    good = array.shape == (length,) and (array.dtype.kind in "fiu" or not length)
+    if not good or np.isnan(array).any():
         raise FormatError(f"{what} is {_brief(values)}, expected {length} numbers")
     return array.astype(np.float32)
 
 
 def mask_of(values: object, length: int, what: str) -> np.ndarray:
     """bool [length] from 0 and 1 or booleans. Raises FormatError for anything else."""
-    array = _numbers(values, what)
+    array = numbers(values, what)
     if array.shape != (length,) or not np.isin(array, (0, 1)).all():
         raise FormatError(f"{what} is {_brief(values)}, expected {length} numbers, each 0 or 1")
     return array.astype(bool)
@@ -148,9 +164,10 @@ def nested_array(value: object, layers: int, top_k: int, what: str) -> np.ndarra
 
     layers, top_k: of an empty list, which does not tell.
     """
-    if value == []:
+    rows = items_of(value, what)
+    if not rows:
         return np.zeros((0, layers, top_k), np.int64)
-    array = _numbers(items_of(value, what), what)
+    array = numbers(rows, what)
     if array.ndim != 3 or array.dtype.kind not in "iu":
         raise FormatError(
             f"{what}: lists of {array.dtype} of shape {list(array.shape)}, expected integers "
@@ -159,7 +176,8 @@ def nested_array(value: object, layers: int, top_k: int, what: str) -> np.ndarra
     return array.astype(np.int64, copy=False)
 
 
-def _numbers(values: object, what: str) -> np.ndarray:
+def numbers(values: object, what: str) -> np.ndarray:
+    """An array from a list, numpy or torch. Raises FormatError for what is none."""
     try:
         return on_host(values, what)
     except (TraceError, OverflowError, RecursionError) as e:

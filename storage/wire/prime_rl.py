@@ -12,17 +12,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from r3.batch import RoutingBatch
-from r3.errors import FormatError
 from r3.storage.wire.payload import (
     count_of,
     decode_base64,
     encode_base64,
     fields_of,
+    first_of,
+    label_of,
     raw_array,
     routing_of,
 )
-from r3.storage.wire.sequences import Found, Given, parts_of, sampled_logprobs, to_batch
+from r3.storage.wire.reading import Found, Given, sampled_logprobs, to_batch
 from r3.storage.wire.skyrl import payloads_of, shape_of
+from r3.storage.wire.writing import parts_of
 
 ASK = (
     "enable_return_routed_experts of the inference server, or enable_router_replay of the trainer,"
@@ -58,14 +60,12 @@ def from_wire(obj: Any, given: Given) -> RoutingBatch:
     def read(i: int, item: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Found:
         reply, fields = item
         payload = fields_of(routing_of(fields, "routed_experts", ASK), "routed_experts")
-        label = payload.get("dtype", "uint8")
-        if label not in ("uint8", "uint16"):
-            raise FormatError(f"dtype is {label!r}, expected 'uint8' or 'uint16'")
+        label = label_of(payload.get("dtype", "uint8"), ("uint8", "uint16"))
         data = decode_base64(payload.get("data"), "data")
         ids = raw_array(data, label, shape_of(payload), "data")
         given.check_not_cut(ids)
-        prompt = fields.get("prompt_ids", reply.get("prompt_token_ids"))
-        response = fields.get("completion_ids", fields.get("token_ids"))
+        prompt = first_of("prompt_ids", fields, {"prompt_ids": reply.get("prompt_token_ids")})
+        response = first_of("completion_ids", fields, {"completion_ids": fields.get("token_ids")})
         tokens, prompt_len = given.tokens(i, prompt, response)
         logprobs = sampled_logprobs(
             fields.get("completion_logprobs"),
@@ -73,7 +73,7 @@ def from_wire(obj: Any, given: Given) -> RoutingBatch:
             len(tokens) - prompt_len,
             ("completion_logprobs", "completion_mask"),
         )
-        start = count_of(payload.get("start", 0), "start")
+        start = count_of(first_of("start", payload, {"start": 0}), "start")
         return Found(tokens, prompt_len, ids, start=start, logprobs=logprobs)
 
     return to_batch(payloads_of(obj), read, given, zeros=True)

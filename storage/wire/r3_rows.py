@@ -14,7 +14,8 @@ import numpy as np
 from r3.batch import RoutingBatch
 from r3.storage.wire.compact import decode_rows, encode_rows
 from r3.storage.wire.payload import count_of, fields_of, integers, items_of, routing_of
-from r3.storage.wire.sequences import Found, Given, parts_of, to_batch
+from r3.storage.wire.reading import Found, Given, to_batch
+from r3.storage.wire.writing import parts_of
 
 ASK = "routing from this package's plugin"
 

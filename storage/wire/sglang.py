@@ -21,18 +21,18 @@ from r3.storage.wire.payload import (
     decode_base64,
     encode_base64,
     fields_of,
+    first_of,
     items_of,
     raw_array,
     routing_of,
 )
-from r3.storage.wire.sequences import Found, Given, naming, parts_of, to_batch
+from r3.storage.wire.reading import Found, Given, naming, to_batch
+from r3.storage.wire.writing import parts_of
 
-ASK = (
-    "SGLang's --enable-return-routed-experts, or return_routed_experts: true in the request, or"
-    " both,"
-)
+ASK = "SGLang's --enable-return-routed-experts with return_routed_experts: true in the request"
 ASK_TOKENS = "return_token_ids or return_prompt_token_ids in the request"
 START = "routed_experts_start_len"
+_HOLDERS = ("meta_info", "sglext", "sgl_ext")
 
 
 def to_wire(batch: RoutingBatch) -> list[dict[str, Any]]:
@@ -66,41 +66,50 @@ def from_wire(obj: Any, given: Given) -> RoutingBatch:
             continue
         with naming(f"reply {i}"):
             reply = fields_of(value, "it")
-            choices = items_of(reply["choices"], "choices") if "choices" in reply else [reply]
-            for j, choice in enumerate(choices):
-                # what stands in an OpenAI reply itself is that of its first choice
-                items.append(({} if j or choice is reply else reply, fields_of(choice, "a choice")))
-                if j and "prompt_token_ids" in reply:
-                    items[-1] = ({"prompt_token_ids": reply["prompt_token_ids"]}, items[-1][1])
+            items += _choices(reply)
 
     def read(i: int, item: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Found:
         holders = _holders(*item)
         payload = routing_of(_merged(holders, "routed_experts"), "routed_experts", ASK)
-        start = count_of(_merged([*holders, *item], START).get(START) or 0, START)
+        first = _merged([*holders, *item], START).get(START)
+        start = 0 if first is None else count_of(first, START)
         outer, inner = item
-        prompt = inner.get("prompt_token_ids", outer.get("prompt_token_ids"))
-        response = inner.get("output_ids", inner.get("token_ids"))
+        prompt = first_of("prompt_token_ids", inner, outer)
+        response = first_of("output_ids", inner, {"output_ids": inner.get("token_ids")})
         tokens, prompt_len = given.tokens(i, prompt, response, ASK_TOKENS)
         return Found(tokens, prompt_len, _ids(payload, len(tokens), start, given), start)
 
     return to_batch(items, read, given)
 
 
+def _choices(reply: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Each choice and what the reply says of it; a reply without choices is one itself."""
+    if "choices" not in reply:
+        return [({}, reply)]
+    pairs = []
+    for j, choice in enumerate(items_of(reply["choices"], "choices")):
+        # routing in the reply itself is that of its first choice
+        own = reply if j == 0 else {k: v for k, v in reply.items() if k not in _HOLDERS}
+        pairs.append((own, fields_of(choice, "a choice")))
+    return pairs
+
+
 def _holders(*objects: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [
         fields_of(fields[name], name)
         for fields in objects
-        for name in ("meta_info", "sglext", "sgl_ext")
+        for name in _HOLDERS
         if fields.get(name) is not None
     ]
 
 
 def _merged(holders: list[Mapping[str, Any]], key: str) -> dict[str, Any]:
     """`key` as all holders that have it say. Raises FormatError if they differ."""
-    values = [fields[key] for fields in holders if fields.get(key) is not None]
-    if any(value != values[0] for value in values[1:]):
+    places = [fields[key] for fields in holders if key in fields]
+    values = [value for value in places if value is not None]
+    if len(values) > 1 and any(type(v) not in (str, int) or v != values[0] for v in values):
         raise FormatError(f"{key} is there {len(values)} times, expected the same each time")
-    return {key: values[0]} if values else {}
+    return {key: values[0] if values else None} if places else {}
 
 
 def _ids(payload: object, tokens: int, start: int, given: Given) -> np.ndarray:

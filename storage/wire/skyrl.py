@@ -24,10 +24,12 @@ from r3.storage.wire.payload import (
     encode_base64,
     fields_of,
     items_of,
+    label_of,
     raw_array,
     routing_of,
 )
-from r3.storage.wire.sequences import Found, Given, naming, parts_of, to_batch
+from r3.storage.wire.reading import Found, Given, naming, to_batch
+from r3.storage.wire.writing import parts_of
 
 ASK = "generator.inference_engine.enable_return_routed_experts"
 _DTYPES = ("uint8", "int16", "int32")
@@ -110,15 +112,9 @@ def _smallest(ids: np.ndarray) -> str:
 
 def _decode(value: Any) -> np.ndarray:
     if not isinstance(value, Mapping):  # an array, in a generator's output
-        name = str(getattr(value, "dtype", "")).removeprefix("torch.")
-        if name not in _DTYPES:
-            raise FormatError(
-                f"routing is {name or type(value).__name__}, expected an array of {_DTYPES}"
-            )
-        return array_of(value, name, 3, "rollout_expert_indices")
-    label = value.get("dtype")
-    if label not in _DTYPES:
-        raise FormatError(f"dtype is {label!r:.60}, expected one of {_DTYPES}")
+        name = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
+        return array_of(value, label_of(name, _DTYPES), 3, "rollout_expert_indices")
+    label = label_of(value.get("dtype"), _DTYPES)
     ids = raw_array(decode_base64(value.get("data"), "data"), label, shape_of(value), "data")
     if int(ids.min(initial=0)) < 0 or _smallest(ids) != label:
         raise FormatError(

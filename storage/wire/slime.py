@@ -21,7 +21,8 @@ from r3.storage.wire.payload import (
     items_of,
     routing_of,
 )
-from r3.storage.wire.sequences import Found, Given, Part, parts_of, sampled_logprobs, to_batch
+from r3.storage.wire.reading import Found, Given, sampled_logprobs, to_batch
+from r3.storage.wire.writing import Part, parts_of
 
 ASK = "--use-rollout-routing-replay"
 

@@ -16,19 +16,13 @@ from typing import Any
 import numpy as np
 
 from r3.batch import RoutingBatch
-from r3.columns import on_host
 from r3.errors import FormatError, TraceError
-from r3.storage.wire.payload import array_of, items_of, routing_of
-from r3.storage.wire.sequences import (
-    Found,
-    Given,
-    naming,
-    parts_of,
-    sampled_logprobs,
-    to_batch,
-)
+from r3.storage.wire.payload import array_of, items_of, numbers, routing_of
+from r3.storage.wire.reading import Found, Given, naming, sampled_logprobs, to_batch
+from r3.storage.wire.writing import parts_of
 
 ASK = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+_NAMES = ("rollout_log_probs", "response_mask")
 _PAD = 0  # token id; attention_mask says what is padding
 
 
@@ -53,7 +47,7 @@ def to_wire(batch: RoutingBatch) -> dict[str, np.ndarray]:
         complete &= known is not None or not part.response
         sampled[i, width : first + n] = 1 if known is None else known[1]
         logprobs[i, width : first + n] = 0 if known is None else known[0]
-    found = {
+    found: dict[str, np.ndarray] = {
         "prompts": input_ids[:, :width],
         "responses": input_ids[:, width:],
         "input_ids": input_ids,
@@ -79,13 +73,15 @@ def _from_padded(fields: dict[str, Any], given: Given) -> RoutingBatch:
     routed = array_of(fields["routed_experts"], "int16", 4, "routed_experts")
     given.check_width(np.int16)
     shape = routed.shape[:2]
-    input_ids = _plane(fields, "input_ids", shape)
-    attention = _plane(fields, "attention_mask", shape)
+    input_ids = _plane(fields, "input_ids", *shape)
+    attention = _plane(fields, "attention_mask", *shape)
     if not np.isin(attention, (0, 1)).all():
         raise FormatError("attention_mask holds other values than 0 and 1")
-    if fields.get("responses") is None:
-        raise FormatError("there is no responses, expected [B, R] with the width of responses")
-    width = shape[1] - on_host(fields["responses"], "responses").shape[1]
+    responses = _plane(fields, "responses", shape[0])
+    width = shape[1] - responses.shape[1]
+    if width < 0:
+        raise FormatError(f"responses has {responses.shape[1]} columns, input_ids {shape[1]}")
+    all_logprobs, sampled = (_of_responses(fields, key, responses.shape) for key in _NAMES)
 
     def read(i: int, _: Any) -> Found:
         columns = np.flatnonzero(attention[i])
@@ -106,28 +102,39 @@ def _from_padded(fields: dict[str, Any], given: Given) -> RoutingBatch:
         whole = input_ids[i, first : first + n]
         tokens, prompt_len = given.tokens(i, whole[:prompt_len], whole[prompt_len:])
         length = n - prompt_len
-        logprobs = [
-            None if fields.get(key) is None else on_host(fields[key], key)[i, :length]
-            for key in ("rollout_log_probs", "response_mask")
-        ]
-        return Found(
-            tokens,
-            prompt_len,
-            routed[i, first : first + n],
-            logprobs=sampled_logprobs(*logprobs, length, ("rollout_log_probs", "response_mask")),
+        logprobs = sampled_logprobs(
+            None if all_logprobs is None else all_logprobs[i, :length],
+            None if sampled is None else sampled[i, :length],
+            length,
+            _NAMES,
         )
+        return Found(tokens, prompt_len, routed[i, first : first + n], logprobs=logprobs)
 
     return to_batch([None] * shape[0], read, given, zeros=True)
 
 
-def _plane(fields: dict[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _of_responses(fields: dict[str, Any], name: str, shape: tuple[int, ...]) -> Any:
+    """An array of that shape, or None. Raises FormatError for another shape."""
     if fields.get(name) is None:
-        raise FormatError(f"there is no {name}, expected one of shape {list(shape)}")
-    array = on_host(fields[name], name)
-    if array.shape != shape or array.dtype.kind not in "iub":
+        return None
+    array = numbers(fields[name], name)
+    if array.shape != shape:
+        raise FormatError(
+            f"{name} has shape {list(array.shape)}, expected {list(shape)}, as responses"
+        )
+    return array
+
+
+def _plane(fields: dict[str, Any], name: str, rows: int, columns: int | None = None) -> np.ndarray:
+    """Integers [rows, columns], any columns if these are None. Raises FormatError otherwise."""
+    if fields.get(name) is None:
+        raise FormatError(f"there is no {name}, expected integers of {rows} rows")
+    array = numbers(fields[name], name)
+    good = array.ndim == 2 and len(array) == rows and array.dtype.kind in "iub"
+    if not good or columns not in (None, array.shape[1]):
         raise FormatError(
             f"{name} is {array.dtype} of shape {list(array.shape)}, expected integers "
-            f"{list(shape)}, as routed_experts"
+            f"{[rows, columns or 'R']}, as routed_experts has them"
         )
     return array
 
@@ -136,13 +143,7 @@ def _from_jagged(fields: dict[str, Any], given: Given) -> RoutingBatch:
     given.check_width(np.int16)
     columns = {
         key: _entries(fields[key], key)
-        for key in (
-            "routed_experts",
-            "prompts",
-            "responses",
-            "rollout_log_probs",
-            "response_mask",
-        )
+        for key in ("routed_experts", "prompts", "responses", *_NAMES)
         if fields.get(key) is not None
     }
     count = len(columns["routed_experts"])
@@ -154,10 +155,8 @@ def _from_jagged(fields: dict[str, Any], given: Given) -> RoutingBatch:
         own = {key: entries[i] for key, entries in columns.items()}
         ids = array_of(own["routed_experts"], "int16", 3, "routed_experts")
         tokens, prompt_len = given.tokens(i, own.get("prompts"), own.get("responses"))
-        names = ("rollout_log_probs", "response_mask")
-        logprobs = sampled_logprobs(
-            own.get(names[0]), own.get(names[1]), len(tokens) - prompt_len, names
-        )
+        length = len(tokens) - prompt_len
+        logprobs = sampled_logprobs(own.get(_NAMES[0]), own.get(_NAMES[1]), length, _NAMES)
         return Found(tokens, prompt_len, ids, logprobs=logprobs)
 
     return to_batch([None] * count, read, given, zeros=True)

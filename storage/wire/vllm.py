@@ -15,8 +15,15 @@ from typing import Any
 from r3.batch import RoutingBatch
 from r3.errors import FormatError
 from r3.storage.wire.npy import decode_npy, encode_npy
-from r3.storage.wire.payload import check_padding, count_of, fields_of, items_of, routing_of
-from r3.storage.wire.sequences import Found, Given, naming, parts_of, to_batch
+from r3.storage.wire.payload import (
+    count_of,
+    fields_of,
+    first_of,
+    items_of,
+    routing_of,
+)
+from r3.storage.wire.reading import Found, Given, naming, to_batch
+from r3.storage.wire.writing import parts_of
 
 ASK = "vLLM's --enable-return-routed-experts"
 ASK_TOKENS = "return_token_ids in the request"
@@ -47,13 +54,13 @@ def from_wire(obj: Any, given: Given) -> RoutingBatch:
         reply, choice = item
         payload = routing_of(choice, "routed_experts", ASK)
         ids = decode_npy(payload, "routed_experts")
-        check_padding(payload, "routed_experts")
         if ids.dtype.name not in _DTYPES:
             raise FormatError(f"routed_experts is {ids.dtype}, expected one of {_DTYPES}")
         given.check_width(ids.dtype)
-        prompt = choice.get("prompt_token_ids", reply.get("prompt_token_ids"))
+        prompt = first_of("prompt_token_ids", choice, reply)
         tokens, prompt_len = given.tokens(i, prompt, choice.get("token_ids"), ASK_TOKENS)
-        return Found(tokens, prompt_len, ids, start=count_of(reply.get(START, 0), START))
+        start = count_of(first_of(START, reply, {START: 0}), START)
+        return Found(tokens, prompt_len, ids, start=start)
 
     return to_batch(list(choices_of(obj)), read, given)
 

@@ -14,9 +14,10 @@ import numpy as np
 
 from r3.batch import RoutingBatch
 from r3.errors import TraceError
-from r3.storage.wire.payload import fields_of, items_of, nested_array, routing_of
-from r3.storage.wire.sequences import Found, Given, naming, parts_of, to_batch
+from r3.storage.wire.payload import fields_of, first_of, items_of, nested_array, routing_of
+from r3.storage.wire.reading import Found, Given, naming, to_batch
 from r3.storage.wire.vllm import ASK, ASK_TOKENS
+from r3.storage.wire.writing import parts_of
 
 
 def to_wire(batch: RoutingBatch) -> list[dict[str, Any]]:
@@ -54,13 +55,15 @@ def from_wire(obj: Any, given: Given) -> RoutingBatch:
 
     def read(i: int, item: tuple[Mapping[str, Any], np.ndarray, Mapping[str, Any]]) -> Found:
         reply, of_prompt, choice = item
-        prompt = reply.get("prompt_token_ids", choice.get("prompt_token_ids"))
+        prompt = first_of("prompt_token_ids", choice, reply)
         tokens, prompt_len = given.tokens(i, prompt, choice.get("token_ids"), ASK_TOKENS)
         sampled = len(tokens) - prompt_len
         lists = choice.get("routed_experts")
         if lists is not None or sampled > 1:  # a single token has no row
             lists = routing_of(choice, "routed_experts", ASK)
-        of_choice = nested_array(lists or [], spec.num_layers, spec.top_k, "routed_experts")
+        of_choice = nested_array(
+            [] if lists is None else lists, spec.num_layers, spec.top_k, "routed_experts"
+        )
         if sampled and len(of_prompt) != prompt_len:
             raise TraceError(
                 f"prompt_routed_experts has {len(of_prompt)} rows, expected {prompt_len}, one for "
