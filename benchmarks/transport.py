@@ -235,8 +235,8 @@ def _seconds(pid: int) -> float:
 
 
 def ray() -> dict[str, Any]:
-    """From benchmarks/transport_ray.py, in a process of its own."""
-    script = Path(__file__).with_name("transport_ray.py")
+    """From benchmarks/_transport_ray.py, in a process of its own."""
+    script = Path(__file__).with_name("_transport_ray.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)
     if done.returncode:
         raise click.ClickException(f"{script.name} failed:\n{done.stderr[-3000:]}")

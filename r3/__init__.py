@@ -28,6 +28,7 @@ from r3.errors import (  # noqa: E402
     SuspiciousRoutingWarning,
     TornShardWarning,
     TraceError,
+    TransportError,
     UnsupportedError,
 )
 from r3.identity import Provenance, RolloutId  # noqa: E402
@@ -56,6 +57,7 @@ __all__ = [
     "SuspiciousRoutingWarning",
     "TornShardWarning",
     "TraceError",
+    "TransportError",
     "UnsupportedError",
     "merge_prefill_decode",
 ]

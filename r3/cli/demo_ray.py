@@ -18,9 +18,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from r3 import errors
 from r3.cli.demo_stages import microbatches, recompute_batches, sample
-from r3.cli.isolate import Report, StageError, _child
+from r3.cli.isolate import Report, StageError, outcome, run_stage
 from r3.identity import Provenance
 from r3.storage.ray_store import BatchHandle, put_batch
 
@@ -142,16 +141,17 @@ class Worker:
 
     def run(self, stage: Any, kwargs: dict[str, Any], log: str) -> tuple[str, Any]:
         """("result", what it returned) or ("error", (class, text))"""
-        _child(stage, kwargs, log, self)  # type: ignore[arg-type]
-        return self._outcome
+        messages: list[tuple[str, Any]] = []
 
-    def send(self, message: tuple[str, Any]) -> None:
-        """Of r3.cli.isolate, which takes this for its pipe"""
-        kind, value = message
-        if kind == "progress":
-            self._progress.add.remote(value)
-        else:
-            self._outcome = message
+        def send(message: tuple[str, Any]) -> None:
+            kind, value = message
+            if kind == "progress":
+                self._progress.add.remote(value)
+            else:
+                messages.append(message)
+
+        run_stage(stage, kwargs, log, send)
+        return messages[-1]
 
 
 def follow(
@@ -171,10 +171,4 @@ def follow(
         kind, value = ray.get(running)
     except ray.exceptions.RayError as e:
         raise StageError(f"stage {name!r} ended: {type(e).__name__}; see {log}") from e
-    if kind == "error":
-        error_class, text = value
-        cls = getattr(errors, error_class, StageError)
-        if issubclass(cls, errors.R3Error):
-            raise cls(text)
-        raise StageError(f"stage {name!r} failed: {text}; see {log}")
-    return value
+    return outcome(name, kind, value, log)

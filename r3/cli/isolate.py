@@ -54,6 +54,11 @@ def run_isolated(
         if process.is_alive():
             process.terminate()
             process.join()
+    return outcome(name, kind, value, log)
+
+
+def outcome(name: str, kind: str, value: Any, log: Path) -> Any:
+    """The result of stage `name`, or its error raised, from the last message of `run_stage`."""
     if kind == "error":
         error_class, text = value
         cls = getattr(errors, error_class, StageError)
@@ -64,18 +69,32 @@ def run_isolated(
 
 
 def _child(stage: Callable[..., Any], kwargs: dict[str, Any], log: str, pipe: Connection) -> None:
+    run_stage(stage, kwargs, log, pipe.send)
+
+
+def run_stage(
+    stage: Callable[..., Any],
+    kwargs: dict[str, Any],
+    log: str,
+    send: Callable[[tuple[str, Any]], None],
+) -> None:
+    """Call `stage(report, **kwargs)` in this process, which is for it alone; it talks to `log`.
+
+    send: gets ("progress", a report) and at last ("result", what it returned) or ("error", class
+    and text).
+    """
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     try:
-        result = stage(lambda *progress: pipe.send(("progress", progress)), **kwargs)
+        result = stage(lambda *progress: send(("progress", progress)), **kwargs)
     except BaseException as e:
         traceback.print_exc()
         ours = next((c for c in _causes(e) if isinstance(c, errors.R3Error)), None)
         text = str(ours) if ours else f"{type(e).__name__}: {e}"
-        pipe.send(("error", (type(ours or e).__name__, " ".join(text.split())[:500])))
+        send(("error", (type(ours or e).__name__, " ".join(text.split())[:500])))
     else:
-        pipe.send(("result", result))
+        send(("result", result))
     finally:
         # an engine's own processes would be waited for, and they wait for a word from the engine
         for process in multiprocessing.active_children():

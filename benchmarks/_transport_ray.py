@@ -12,7 +12,7 @@
   included; of the fetch, what Ray takes; and to put the whole batch as one object and get it, as is
   done otherwise, without any check.
 
-    python benchmarks/transport_ray.py
+    python benchmarks/_transport_ray.py
 
 prints one line of JSON. 48 layers of 8 of 128 experts.
 """
