@@ -7,9 +7,12 @@ greedy request has one answer, however it is asked for.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import openai
 import pytest
 
 from r3 import RolloutId, RouterSpec, RoutingTrace
+from r3.engine_hooks.vllm_response import join_stream
 from r3.errors import CaptureError, TraceError
 from r3.storage import ShardReader
 from r3.storage.background import RecordHandle
@@ -444,3 +448,96 @@ async def one_round(
         replies = await asyncio.gather(*(one(clients) for _ in range(at_once)))
     finished = [r for r in replies if r is not None]
     return finished, at_once - len(finished)
+
+
+@pytest.fixture(scope="module")
+def bare(model, tmp_path_factory) -> Iterator[Server]:
+    """A server without a store."""
+    with Server(model, tmp_path_factory.mktemp("bare")) as server:
+        yield server.ready()
+
+
+@pytest.mark.full
+def test_without_a_store_a_client_of_vllm_gets_what_it_knows(bare, spec, model, rng):
+    """Byte for byte base64 of an .npy of vLLM's own shape, where vLLM would send one."""
+    assert bare.info()["forms"] == ["npy", "compact", "none"]
+    assert bare.info()["default"] is None
+    traces = []
+    for api in APIS:
+        prompt = plain_tokens(rng, 20)
+        reply = bare.ask(api, prompt, n=2)
+        for choice, trace in zip(reply["choices"], traces_of(reply, spec, 2), strict=True):
+            data = base64.b64decode(choice["routed_experts"], validate=True)
+            array = np.load(io.BytesIO(data))
+            assert array.dtype == np.uint8
+            assert array.shape == (trace.num_tokens - 1, spec.num_layers, spec.top_k)
+            assert not array[:, 0].any()  # the dense layer
+            file = io.BytesIO()
+            np.save(file, array)
+            assert file.getvalue() == data
+            assert np.array_equal(array[:, 1:], trace.routed_experts)
+            traces.append(trace)
+
+        pieces = list(bare.pieces(api, prompt, stream=True))
+        sent = [c.get("routed_experts") for piece in pieces for c in piece["choices"]]
+        if api == "generate":  # all rows on the last piece
+            assert [x is not None for x in sent] == [False] * (len(sent) - 1) + [True]
+            traces += traces_of(join_stream(pieces), spec)
+        else:
+            assert not any(sent)
+            with pytest.raises(CaptureError, match="only if the request asks for it"):
+                traces_of(join_stream(pieces), spec)
+        for form in ("npy", "compact"):
+            traces += traces_of(bare.ask(api, prompt, form=form, stream=True), spec)
+    check_routing(traces, model)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("api", APIS)
+def test_without_a_store_there_are_no_references(api, bare, rng):
+    for fields, words in (
+        ({"routed_experts": "reference"}, "has no store: r3 serve --store"),
+        ({"rollout_id": "a/b/0/0/0"}, 'for routed_experts "reference" only'),
+    ):
+        answer = bare.post(api, body(api, plain_tokens(rng, 4)) | fields)
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+    if api != "generate":
+        reply = bare.ask(api, plain_tokens(rng, 4), n=2, use_beam_search=True)
+        assert all(c.get("routed_experts") is None for c in reply["choices"])
+
+
+def config(value: dict[str, Any]) -> tuple[str, str]:
+    return "--additional-config", json.dumps({"r3": value})
+
+
+REFUSED_STARTS = {
+    "store below a file": ((), r"routed experts: .*Not a directory: '.*/file/store'"),
+    "capture false": (config({"capture": False}), "routed experts: capture is off; expected --add"),
+    "unknown key": (config({"captured": 1}), "UnsupportedError: additional_config"),
+    "source": (
+        config({"capture": True, "source": "wat"}),
+        'UnsupportedError: .*"hook" or "native"',
+    ),
+    "setting": (("--pipeline-parallel-size", "2"), "does not support pipeline_parallel_size=2"),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "store below a file",
+        *(pytest.param(x, marks=pytest.mark.full) for x in [*REFUSED_STARTS][1:]),
+    ],
+)
+def test_what_cannot_be_served_does_not_start(case, model, tmp_path):
+    """The process ends soon, not with 0, nothing of it stays, and it says why."""
+    args, words = REFUSED_STARTS[case]
+    (tmp_path / "file").touch()
+    store = tmp_path / "file" / "store" if case == "store below a file" else None
+    start = time.monotonic()
+    with Server(model, tmp_path, *args, store=store) as server:
+        assert server.ended() not in (0, None)
+        server.wait_gone()
+        print(f"{case}: {time.monotonic() - start:.1f} s")
+        assert re.search(words, server.text()), server.text()[-3000:]
