@@ -193,11 +193,13 @@ class Reply:
 def plain_rows(rows: np.ndarray, spec: RouterSpec) -> np.ndarray:
     """Rows of the engine as vLLM itself returns them: [rows, num_layers, top_k], dense layers zero.
 
-    A missing row, which vLLM has no sign for, is -1 throughout; ids are then of a signed type.
+    A missing row, which vLLM has no sign for, is -1 throughout, and ids are then int32.
     """
     if rows.ndim == 3:  # vLLM's own
         return rows
     ids, _ = unpack(rows, spec)
+    if ids.dtype.kind == "i":
+        ids = ids.astype(np.int32, copy=False)
     if len(spec.moe_layers) == spec.num_layers:
         return ids
     whole = np.zeros((len(ids), spec.num_layers, spec.top_k), ids.dtype)

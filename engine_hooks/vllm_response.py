@@ -19,10 +19,11 @@ from r3.spec import RouterSpec
 from r3.storage.background import RecordHandle
 from r3.storage.wire.compact import LABEL, decode_rows
 from r3.storage.wire.npy import decode_npy
+from r3.storage.wire.reading import naming
+from r3.storage.wire.vllm import logprobs_of
 from r3.trace import RoutingTrace
 
 FIELD = "routed_experts"
-_NO_LOGPROB = -9999.0  # what vLLM writes into JSON for minus infinity
 
 
 def trace_from_response(
@@ -88,12 +89,14 @@ def trace_from_response(
         )
     if rollout_id is not None:
         where = f"rollout {rollout_id}"
+    with naming(where):
+        logprobs = logprobs_of(result, len(prompt), len(sampled))
     return RoutingTrace.build(
         spec=spec,
         token_ids=np.asarray(tokens, np.int64),
         routed_experts=ids,
         prompt_len=len(prompt),
-        logprobs=_logprobs(result, len(prompt), len(sampled), where),
+        logprobs=logprobs,
         weight_versions=versions,
         rollout_id=rollout_id,
         provenance=provenance,
@@ -156,7 +159,7 @@ def _choice(reply: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     choices = _choices(reply.get("choices"))
     for result in choices:
         if result.get("index") == index:
-            if result.get("finish_reason") is None:
+            if "finish_reason" in result and result["finish_reason"] is None:
                 raise CaptureError(f"choice {index} has not finished")
             return result
     raise CaptureError(f"choice {index} asked for, found {[c.get('index') for c in choices]}")
@@ -302,28 +305,3 @@ def _record(
                 f"{len(prompt)}"
             )
     return trace
-
-
-def _logprobs(
-    result: Mapping[str, Any], prompt: int, sampled: int, where: str
-) -> np.ndarray | None:
-    """float32 [sampled], or None if the reply has none for them."""
-    given = result.get("logprobs")
-    if not isinstance(given, Mapping):
-        return None
-    values = given.get("token_logprobs")
-    if values is None and (values := given.get("content")) is None:
-        return None
-    if not isinstance(values, list):
-        raise FormatError(f"{where}: log-probabilities {reprlib.repr(values)}, expected a list")
-    values = [v.get("logprob") if isinstance(v, Mapping) else v for v in values]
-    if len(values) == prompt + sampled:  # with echo those of the prompt come first
-        values = values[prompt:]
-    if len(values) != sampled:
-        raise CaptureError(f"{where}: {len(values)} log-probabilities for {sampled} tokens")
-    for i, value in enumerate(values):
-        if type(value) not in (int, float) or not value > _NO_LOGPROB:  # nor NaN
-            raise CaptureError(
-                f"{where}: sampled token {i} has log-probability {value!r}, expected a finite one"
-            )
-    return np.asarray(values, np.float32)

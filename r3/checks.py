@@ -95,7 +95,7 @@ def check_shape_and_range(ids: np.ndarray, valid: np.ndarray, spec: RouterSpec, 
                 "a row is missing as a whole (all -1) or not at all"
                 if found == -1
                 else "physical ids of an expert-parallel load balancer are brought to logical ids "
-                "by RoutingTrace.build(physical_to_logical=...)"
+                "by physical_to_logical=, of RoutingTrace.build and from_wire"
             )
             raise TraceError(
                 f"{where}: row {rows.start + row}, layer {layer_no}: expert id {found}, expected "

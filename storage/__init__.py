@@ -3,6 +3,7 @@
 Imports the core and msgpack; knows nothing about engines, trainers or the command line.
 """
 
+from r3.storage.background import RecordHandle
 from r3.storage.reader import ShardReader
 from r3.storage.rotation import RotatingWriter, shard_paths
 from r3.storage.stored import RoutingSlice
@@ -10,6 +11,7 @@ from r3.storage.verify import merge, verify
 from r3.storage.writer import ShardWriter
 
 __all__ = [
+    "RecordHandle",
     "RotatingWriter",
     "RoutingSlice",
     "ShardReader",

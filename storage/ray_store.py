@@ -39,7 +39,7 @@ class BatchHandle:
     sequences: int
     tokens: int
     crc32: int
-    records: BatchRecords | None
+    records: BatchRecords | None = field(repr=False)
     _ref: Any = field(repr=False)
 
     def fetch(

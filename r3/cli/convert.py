@@ -106,8 +106,10 @@ def _of_lines(path: Path, name: str, spec: RouterSpec) -> Iterator[tuple[str, Ro
                 continue
             with naming(f"{path}: line {number}"):
                 batch = from_wire(_parsed(line), name, spec=spec)
-            names = tuple(RolloutId(run, str(number), i) for i in range(len(batch)))
-            yield f"{path}: line {number}", dataclasses.replace(batch, rollout_ids=names)
+            if name != "r3":  # the others have no place for a name
+                names = tuple(RolloutId(run, str(number), i) for i in range(len(batch)))
+                batch = dataclasses.replace(batch, rollout_ids=names)
+            yield f"{path}: line {number}", batch
 
 
 def _write_shard(path: Path, batches: Iterator[tuple[str, RoutingBatch]]) -> int:

@@ -39,7 +39,8 @@ class Found:
     """One sequence of n tokens in a payload.
 
     token_ids int64 [n]; ids: integers [rows, layers, top_k] of the rows from `start` on; logprobs:
-    float32 [n - prompt_len], NaN where not sampled, or None; versions: int64 [rows] or None.
+    float32 [n - prompt_len], NaN where not sampled, or None; versions: int64 [rows] or None;
+    rollout_id: as text, or None.
     """
 
     token_ids: np.ndarray
@@ -48,6 +49,7 @@ class Found:
     start: int = 0
     logprobs: np.ndarray | None = None
     versions: np.ndarray | None = None
+    rollout_id: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +151,10 @@ class Given:
 
 def _check_same(found: np.ndarray, given: np.ndarray, first: int) -> None:
     if len(found) != len(given):
-        raise TraceError(f"{len(found)} token ids, expected {len(given)} by token_ids")
+        raise TraceError(
+            f"{len(found)} token ids, expected {len(given)} by token_ids (all ids of a sequence, "
+            "prompt and response)"
+        )
     if (found != given).any():
         at = int((found != given).argmax())
         raise TraceError(
@@ -212,7 +217,8 @@ def _trace(i: int, found: Found, given: Given, zeros: bool, arange: bool) -> Rou
     if start:
         whole = np.zeros((len(valid), *ids.shape[1:]), ids.dtype)
         whole[start:] = ids
-    extra, versions, name = {}, None, given.rollout_ids[i] if given.rollout_ids else None
+    extra, versions = {}, None
+    name = given.rollout_ids[i] if given.rollout_ids else found.rollout_id
     if found.versions is not None:
         versions = np.full(len(valid), -1, np.int64)
         versions[start:] = found.versions
