@@ -119,7 +119,7 @@ class Reply:
         if self.form == NONE:
             choice.parts.clear()
         elif result.finish_reason is not None:
-            self._check_complete(choice, number, request_id)
+            self._check_complete(choice, number, f"{request_id} ({result.finish_reason})")
 
     def _chunks(self, request_id: str, index: int, prompt: list[int]) -> list[np.ndarray]:
         """Rows of a running sequence that vLLM keeps for its last output; they are taken away."""
@@ -132,11 +132,11 @@ class Reply:
                 taken, state.routed_experts_chunks = state.routed_experts_chunks, []
         return taken
 
-    def _check_complete(self, choice: _Choice, number: int, request_id: str) -> None:
+    def _check_complete(self, choice: _Choice, number: int, request: str) -> None:
         found, expected = choice.sent + choice.waiting, max(len(choice.tokens) - 1, 0)
         if found != expected and choice.sent <= expected:
             raise CaptureError(
-                f"request {request_id}, choice {number}: routing for {found} rows, expected "
+                f"request {request}, choice {number}: routing for {found} rows, expected "
                 f"{expected}, one less than tokens: the engine did not return what was asked for"
             )
 

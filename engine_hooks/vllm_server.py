@@ -143,7 +143,7 @@ class RoutedExperts:
                 fields = {}  # vLLM says what is wrong with it
             if not isinstance(fields, dict):
                 fields = {}
-        if "routed_experts" in fields:
+        if fields.get("routed_experts") is not None:
             form = fields["routed_experts"]
             if form not in FORMS:
                 raise _Refused(
@@ -163,7 +163,9 @@ class RoutedExperts:
                 rollout_id = RolloutId.parse(str(fields["rollout_id"]))
             except TraceError as e:
                 raise _Refused(str(e)) from None
-        if form == REFERENCE and fields.get("routed_experts_prompt_start"):
+        parameters = fields.get("sampling_params")  # where generate has it
+        place = parameters if isinstance(parameters, dict) else fields
+        if form == REFERENCE and place.get("routed_experts_prompt_start"):
             raise _Refused("routed_experts_prompt_start: a record has all rows, expected 0")
         return Reply(form, self._spec, self._engine, self._store, rollout_id)
 

@@ -11,6 +11,7 @@ import asyncio
 import os
 import re
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,13 @@ class RecordHandle:
         return trace
 
 
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Make a folder for records if it is not there. Raises OSError if nothing can be put there."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 class BackgroundWriter:
     """Appends traces to files of its own in a folder, from one event loop, in a thread.
 
@@ -88,7 +96,7 @@ class BackgroundWriter:
         self, folder: str | os.PathLike[str], spec: RouterSpec, *, max_pending: int = 256 << 20
     ) -> None:
         self.folder, self.max_pending, self.pending = Path(folder), max_pending, 0
-        self.folder.mkdir(parents=True, exist_ok=True)
+        check_folder(self.folder)
         host = re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())
         name = f"routing-{host}-{os.getpid()}-{time.time_ns():x}.r3"
         self._writer = RotatingWriter(self.folder / name, spec, max_bytes=_FILE_BYTES)

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 
-from r3 import MissingDependencyError
+from r3 import MissingDependencyError, UnsupportedError
 from r3.cli import main
 from r3.cli.serve import MIDDLEWARE, serve_command
 
@@ -75,18 +75,28 @@ def test_of_several_configs_the_last_counts_as_in_vllm():
 
 
 def test_what_the_user_says_of_capture_is_not_overruled():
-    assert served(KEY, '{"r3": {"capture": false}}')[1] == {"r3": {"capture": False}}
+    with pytest.raises(click.UsageError, match="capture is off, expected a server that captures"):
+        served(KEY, '{"r3": {"capture": false}}')
+
+
+def test_what_capture_would_refuse_is_refused_before_the_server_starts(tmp_path):
+    with pytest.raises(UnsupportedError, match='is "wat", expected'):
+        served(KEY, '{"r3": {"capture": true, "source": "wat"}}')
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        served(store=tmp_path / "file" / "store")
 
 
 def test_the_store_is_an_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, config = served(store=Path("records"))
     assert config == {"r3": {"capture": True, "store": str(tmp_path / "records")}}
-    assert not (tmp_path / "records").exists()  # the server makes it
-    _, config = served(KEY, '{"r3": {"store": "/elsewhere"}}', store=Path("/b"))
-    assert config["r3"]["store"] == "/b"
-    _, config = served(KEY, '{"r3": {"store": "/elsewhere"}}')
-    assert config["r3"]["store"] == "/elsewhere"
+    assert (tmp_path / "records").is_dir()
+    a, b = tmp_path / "a", tmp_path / "b"
+    _, config = served(KEY, json.dumps({"r3": {"store": str(a)}}), store=b)
+    assert config["r3"]["store"] == str(b)
+    _, config = served(KEY, json.dumps({"r3": {"store": str(a)}}))
+    assert config["r3"]["store"] == str(a)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ from typing import Any
 
 import click
 
+from r3.engine_hooks.vllm_plugin import capture_settings
 from r3.errors import MissingDependencyError
+from r3.storage.background import check_folder
 
 MIDDLEWARE = "r3.engine_hooks.vllm_server.RoutedExperts"
 _KEY = "--additional-config"
@@ -27,7 +29,8 @@ def serve_command(model: str, args: Sequence[str], store: Path | None) -> list[s
 
     store: folder for records that replies refer to. An --additional-config among `args` is kept,
     with ours put into it. Raises MissingDependencyError without vLLM, click.UsageError for what
-    cannot be such a command line.
+    cannot be such a command line, UnsupportedError for settings of capture that are none, OSError
+    for a folder that cannot be written to.
     """
     if importlib.util.find_spec("vllm") is None:
         raise MissingDependencyError(
@@ -42,6 +45,11 @@ def serve_command(model: str, args: Sequence[str], store: Path | None) -> list[s
     ours.setdefault("capture", True)
     if store is not None:
         ours["store"] = str(store.absolute())
+    # what the server would say when the model is loaded
+    if not capture_settings(config)["capture"]:
+        raise click.UsageError(f"{_KEY}: capture is off, expected a server that captures")
+    if "store" in ours:
+        check_folder(ours["store"])
     return [
         *(sys.executable, "-m", *_entry(model)),
         *rest,
