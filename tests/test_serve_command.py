@@ -80,7 +80,7 @@ def test_what_the_user_says_of_capture_is_not_overruled():
 
 
 def test_what_capture_would_refuse_is_refused_before_the_server_starts(tmp_path):
-    with pytest.raises(UnsupportedError, match='is "wat", expected'):
+    with pytest.raises(UnsupportedError, match="is 'wat', expected"):
         served(KEY, '{"r3": {"capture": true, "source": "wat"}}')
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
