@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from r3.engine_hooks.rows import unpack
+from r3.engine_hooks.vllm_request import COMPACT, NONE, NPY, REFERENCE, Asked
 from r3.engine_hooks.vllm_trace import trace_from_output
 from r3.errors import CaptureError
 from r3.identity import RolloutId
@@ -27,8 +28,6 @@ from r3.storage.wire.compact import encode_rows
 from r3.storage.wire.npy import encode_npy
 from r3.trace import RoutingTrace
 
-NPY, COMPACT, REFERENCE, NONE = "npy", "compact", "reference", "none"
-FORMS = (NPY, COMPACT, REFERENCE, NONE)
 _LARGE = 1 << 18  # bytes of rows from which on work is done in a thread
 
 
@@ -51,21 +50,15 @@ class _Choice:
 class Reply:
     """The routing of one HTTP request.
 
-    form: one of FORMS, or None for what vLLM itself would send. engine: the AsyncLLM. store,
-    rollout_id: for REFERENCE; the id is that of choice 0, `sample` is counted up for the others.
+    engine: the AsyncLLM. store: for REFERENCE.
     """
 
     def __init__(
-        self,
-        form: str | None,
-        spec: RouterSpec,
-        engine: Any,
-        store: BackgroundWriter | None = None,
-        rollout_id: RolloutId | None = None,
+        self, asked: Asked, spec: RouterSpec, engine: Any, store: BackgroundWriter | None = None
     ) -> None:
-        self.form, self.spec = form, spec
+        self.form, self.spec = asked.form, spec
         self._engine, self._store = engine, store
-        self._rollout_id = rollout_id or RolloutId.unique()
+        self._rollout_id = asked.rollout_id or RolloutId.unique()
         self._choices: dict[int, _Choice] = {}
         self._calls = 0  # choices of the prompts so far
 
@@ -75,12 +68,15 @@ class Reply:
         """The same outputs of the engine for the next prompt of the request, without their rows
         where they are sent otherwise."""
         first, self._calls = self._calls, self._calls + params.n
+        self._name(self._calls - 1)  # before anything is generated
         return self._follow(outputs, params, request_id, first)
 
     async def _follow(
         self, outputs: AsyncGenerator[Any, None], params: Any, request_id: str, first: int
     ) -> AsyncGenerator[Any, None]:
         prompt: list[int] | None = None
+        if self.form == REFERENCE and self._store is not None:
+            await self._store.room()
         try:
             async for output in outputs:
                 prompt = output.prompt_token_ids if prompt is None else prompt
@@ -119,7 +115,7 @@ class Reply:
         if self.form == NONE:
             choice.parts.clear()
         elif result.finish_reason is not None:
-            self._check_complete(choice, number, f"{request_id} ({result.finish_reason})")
+            self._check_complete(choice, number, request_id, result.finish_reason)
 
     def _chunks(self, request_id: str, index: int, prompt: list[int]) -> list[np.ndarray]:
         """Rows of a running sequence that vLLM keeps for its last output; they are taken away."""
@@ -132,20 +128,28 @@ class Reply:
                 taken, state.routed_experts_chunks = state.routed_experts_chunks, []
         return taken
 
-    def _check_complete(self, choice: _Choice, number: int, request: str) -> None:
+    def _check_complete(self, choice: _Choice, number: int, request_id: str, reason: str) -> None:
         found, expected = choice.sent + choice.waiting, max(len(choice.tokens) - 1, 0)
-        if found != expected and choice.sent <= expected:
-            raise CaptureError(
-                f"request {request}, choice {number}: routing for {found} rows, expected "
-                f"{expected}, one less than tokens: the engine did not return what was asked for"
-            )
+        if found == expected or choice.sent > expected:
+            return
+        if reason == "abort" and len(choice.tokens) == choice.prompt_len:
+            choice.parts.clear()  # it never ran, and has nothing to be replayed
+            return
+        raise CaptureError(
+            f"request {request_id} ({reason}), choice {number}: routing for {found} rows, expected "
+            f"{expected}, one less than tokens: the engine did not return what was asked for"
+        )
+
+    def _name(self, number: int) -> RolloutId:
+        """Of choice `number`. Raises TraceError for one that is too high."""
+        sample = self._rollout_id.sample + number
+        return dataclasses.replace(self._rollout_id, sample=sample)
 
     async def _record(self, result: Any, output: Any, params: Any, first: int) -> None:
         assert self._store is not None
         number = first + result.index
         choice = self._choices[number]
-        sample = self._rollout_id.sample + number
-        rollout_id = dataclasses.replace(self._rollout_id, sample=sample)
+        rollout_id = self._name(number)
         whole = copy.copy(output)
         rows, choice.parts = choice.parts, []
 
@@ -177,12 +181,16 @@ class Reply:
             return handle
         if not choice.parts:
             return None
-        parts, choice.parts = choice.parts, []
-        start, count = choice.sent, sum(map(len, parts))
+        rows, start = np.concatenate(choice.parts), choice.sent
+        # with vLLM's stream_interval rows may be here before their tokens: these wait
+        count = min(len(rows), len(choice.tokens) - 1 - start)
+        choice.parts = [rows[count:]] if count < len(rows) else []
+        if count <= 0:
+            return None
         choice.sent += count
         tokens = choice.tokens[start : start + count + 1]
         encode = _npy_text if self.form == NPY else _compact_text
-        return await _work(encode, np.concatenate(parts), self.spec, start, tokens)
+        return await _work(encode, rows[:count], self.spec, start, tokens)
 
     @property
     def unsent(self) -> list[int]:

@@ -108,7 +108,8 @@ def join_stream(chunks: Iterable[Any]) -> dict[str, Any]:
 
     chunks: mappings or objects of the openai package, in their order, all of them. Kept are token
     ids, log-probabilities, finish reasons, and the routing, a list with that of each piece. Raises
-    CaptureError for a stream that ended with an error or before a finish reason.
+    CaptureError for a stream that ended with an error or before a finish reason, FormatError for
+    pieces of several.
     """
     choices: dict[int, dict[str, Any]] = {}
     joined: dict[str, Any] = {}
@@ -116,12 +117,10 @@ def join_stream(chunks: Iterable[Any]) -> dict[str, Any]:
         piece = _mapping(chunk)
         if piece.get("error"):
             raise CaptureError(f"the stream ended with an error: {piece['error']!r:.500}")
-        if piece.get("prompt_token_ids") is not None:
-            joined["prompt_token_ids"] = piece["prompt_token_ids"]
+        _keep_prompt(joined, piece)
         for part in _choices(piece.get("choices") or []):
             choice = choices.setdefault(part["index"], {"index": part["index"]})
-            if part.get("prompt_token_ids") is not None:
-                choice["prompt_token_ids"] = part["prompt_token_ids"]
+            _keep_prompt(choice, part)
             ids, logprobs = part.get("token_ids"), part.get("logprobs")
             if ids is not None and not isinstance(ids, list):
                 raise FormatError(f"token_ids is {reprlib.repr(ids)}, expected integers")
@@ -142,6 +141,12 @@ def join_stream(chunks: Iterable[Any]) -> dict[str, Any]:
     return joined | {"choices": [choices[i] for i in sorted(choices)]}
 
 
+def _keep_prompt(joined: dict[str, Any], piece: Mapping[str, Any]) -> None:
+    prompt = piece.get("prompt_token_ids")
+    if prompt is not None and joined.setdefault("prompt_token_ids", prompt) != prompt:
+        raise FormatError("pieces with different prompt_token_ids, expected those of one stream")
+
+
 def _mapping(response: Any) -> Mapping[str, Any]:
     if hasattr(response, "model_dump"):
         response = response.model_dump()
@@ -157,12 +162,15 @@ def _choice(reply: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     if reply.get("error"):
         raise CaptureError(f"the server replied with an error: {reply['error']!r:.500}")
     choices = _choices(reply.get("choices"))
+    indexes = [c.get("index") for c in choices]
+    if len(set(indexes)) != len(indexes):
+        raise FormatError(f"choices have the indexes {indexes}, expected each once")
     for result in choices:
         if result.get("index") == index:
             if "finish_reason" in result and result["finish_reason"] is None:
                 raise CaptureError(f"choice {index} has not finished")
             return result
-    raise CaptureError(f"choice {index} asked for, found {[c.get('index') for c in choices]}")
+    raise CaptureError(f"choice {index} asked for, found {indexes}")
 
 
 def _choices(choices: Any) -> list[Mapping[str, Any]]:
@@ -178,7 +186,10 @@ def _choices(choices: Any) -> list[Mapping[str, Any]]:
 def _tokens(
     reply: Mapping[str, Any], result: Mapping[str, Any], where: str
 ) -> tuple[list[int], list[int]]:
-    prompt = result.get("prompt_token_ids") or reply.get("prompt_token_ids")
+    prompt, other = result.get("prompt_token_ids"), reply.get("prompt_token_ids")
+    if prompt and other and prompt != other:
+        raise FormatError(f"{where}: other prompt_token_ids in the choice than in the reply")
+    prompt = prompt or other
     sampled = result.get("token_ids")
     for name, ids in (("prompt_token_ids", prompt), ("token_ids", sampled)):
         if ids is None:

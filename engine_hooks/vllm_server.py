@@ -29,26 +29,21 @@ from contextvars import ContextVar
 from typing import Any
 
 from r3.engine_hooks.vllm_plugin import capture_settings
-from r3.engine_hooks.vllm_reply import FORMS, REFERENCE, Reply
+from r3.engine_hooks.vllm_reply import Reply
+from r3.engine_hooks.vllm_request import FORMS, NONE, REFERENCE, read_request
 from r3.engine_hooks.vllm_trace import fetch_facts, is_capturing, provenance
 from r3.errors import R3Error, TraceError, UnsupportedError
-from r3.identity import RolloutId
 from r3.spec import RouterSpec
 from r3.storage.background import BackgroundWriter
 
-_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+# /invocations is SageMaker's name for the first two
+_PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/invocations")
 INFO_PATH = "/v1/routed_experts"
-# fields of a request that are read here; a body without them is not even parsed
-_FIELDS = (b"routed_experts", b"rollout_id", b"use_beam_search")
-_REPLY: ContextVar[Reply | None] = ContextVar("r3_reply", default=None)
+_REQUEST: ContextVar[_Request | None] = ContextVar("r3_request", default=None)
 
 _Message = dict[str, Any]
 _Receive = Callable[[], Awaitable[_Message]]
 _Send = Callable[[_Message], Awaitable[None]]
-
-
-class _Refused(Exception):
-    """A request with a field that cannot be served; the text goes to the client."""
 
 
 class RoutedExperts:
@@ -64,7 +59,12 @@ class RoutedExperts:
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
         elif scope["type"] == "http" and scope["path"].endswith(_PATHS):
-            await self._serve(scope, receive, send)
+            request = _Request(receive)
+            token = _REQUEST.set(request)
+            try:
+                await self._app(scope, request.receive, _Sender(request, send))
+            finally:
+                _REQUEST.reset(token)
         else:
             await self._app(scope, receive, send)
 
@@ -99,9 +99,14 @@ class RoutedExperts:
         generate = engine.generate
 
         def followed(prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
+            request = _REQUEST.get()
+            if request is not None and request.reply is None:  # raises what vLLM makes a 400 of
+                asked = read_request(request.take_body(), self._store is not None)
+                request.reply = Reply(asked, self._spec, engine, self._store)
             outputs = generate(prompt, sampling_params, request_id, **kwargs)
-            reply = _REPLY.get()
-            return outputs if reply is None else reply.follow(outputs, sampling_params, request_id)
+            if request is None or request.reply is None:
+                return outputs
+            return request.reply.follow(outputs, sampling_params, request_id)
 
         engine.generate = followed
         # behind the server's own authentication, which is for all of /v1
@@ -115,68 +120,39 @@ class RoutedExperts:
             "default": None if self._store is None else REFERENCE,
         }
 
-    async def _serve(self, scope: _Message, receive: _Receive, send: _Send) -> None:
-        body, receive = await _whole_body(receive)
-        try:
-            reply = self._asked(body)
-        except _Refused as e:
-            await _refuse(send, str(e))
-            return
-        if self._store is not None and reply.form == REFERENCE:
-            await self._store.room()
-        token = _REPLY.set(reply)
-        try:
-            if reply.form is None or reply.form == "none":
-                await self._app(scope, receive, send)
-            else:
-                await self._app(scope, receive, _Sender(reply, send))
-        finally:
-            _REPLY.reset(token)
 
-    def _asked(self, body: bytes) -> Reply:
-        form = None if self._store is None else REFERENCE
-        fields: Any = {}
-        if any(name in body for name in _FIELDS):
-            try:
-                fields = json.loads(body)
-            except (ValueError, RecursionError):
-                fields = {}  # vLLM says what is wrong with it
-            if not isinstance(fields, dict):
-                fields = {}
-        if fields.get("routed_experts") is not None:
-            form = fields["routed_experts"]
-            if form not in FORMS:
-                raise _Refused(
-                    f"routed_experts is {json.dumps(form):.100}, expected one of {', '.join(FORMS)}"
-                )
-            if form == REFERENCE and self._store is None:
-                raise _Refused(
-                    'routed_experts is "reference" and the server has no store: r3 serve --store'
-                )
-        if form not in (None, "none") and fields.get("use_beam_search"):
-            raise _Refused('routed_experts: beam search has none, expected "none"')
-        rollout_id = None
-        if fields.get("rollout_id") is not None:
-            if form != REFERENCE:
-                raise _Refused('rollout_id is for routed_experts "reference" only')
-            try:
-                rollout_id = RolloutId.parse(str(fields["rollout_id"]))
-            except TraceError as e:
-                raise _Refused(str(e)) from None
-        parameters = fields.get("sampling_params")  # where generate has it
-        place = parameters if isinstance(parameters, dict) else fields
-        if form == REFERENCE and place.get("routed_experts_prompt_start"):
-            raise _Refused("routed_experts_prompt_start: a record has all rows, expected 0")
-        return Reply(form, self._spec, self._engine, self._store, rollout_id)
+class _Request:
+    """One HTTP request: its body as vLLM reads it, and its Reply once vLLM asks the engine.
+
+    Nothing is read here before vLLM does, nor without it: what its authentication turns away costs
+    nothing.
+    """
+
+    def __init__(self, receive: _Receive) -> None:
+        self._receive = receive
+        self._body: list[bytes] = []
+        self.reply: Reply | None = None
+
+    async def receive(self) -> _Message:
+        message = await self._receive()
+        if message["type"] == "http.request" and self.reply is None:
+            self._body.append(message.get("body", b""))
+        return message
+
+    def take_body(self) -> bytes:
+        """What was read, once."""
+        body, self._body = b"".join(self._body), []
+        return body
 
 
 class _Sender:
     """Puts the routing into the messages of one reply."""
 
-    def __init__(self, reply: Reply, send: _Send) -> None:
-        self._reply, self._send = reply, send
+    def __init__(self, request: _Request, send: _Send) -> None:
+        self._request, self._send = request, send
+        self._reply: Reply | None = None  # there is something to be put in
         self._start: _Message | None = None  # held back until the length is known
-        self._streams = False
+        self._streams = self._failed = False
         self._body = b""
 
     async def __call__(self, message: _Message) -> None:
@@ -184,11 +160,14 @@ class _Sender:
             headers = dict(message["headers"])
             kind = headers.get(b"content-type", b"")
             self._streams = kind.startswith(b"text/event-stream")
-            if self._streams or message["status"] != 200:
+            self._reply = self._request.reply
+            if self._reply is not None and self._reply.form in (None, NONE):
+                self._reply = None  # vLLM sends it, or nobody does
+            if self._reply is None or self._streams or message["status"] != 200:
                 await self._send(message)
             else:
                 self._start = message
-        elif message["type"] != "http.response.body":
+        elif self._reply is None or message["type"] != "http.response.body":
             await self._send(message)
         elif self._streams:
             await self._stream(message)
@@ -205,7 +184,7 @@ class _Sender:
         try:
             body = await self._with_routing(body)
         except R3Error as e:
-            body, status = _error(str(e), 500), 500
+            body, status = _error(str(e)), 500
         headers = [(k, v) for k, v in self._start["headers"] if k != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
         await self._send(self._start | {"status": status, "headers": headers})
@@ -222,15 +201,17 @@ class _Sender:
             await self._send(message | {"body": body})
 
     async def _event(self, event: bytes) -> bytes:
+        assert self._reply is not None
         data = event.removeprefix(b"data: ")
         try:
-            if data == b"[DONE]" and self._reply.unsent:
+            if data == b"[DONE]" and not self._failed and self._reply.unsent:
                 raise TraceError(f"choices {self._reply.unsent}: vLLM sent no piece for their rows")
             if not data.startswith(b"{"):
                 return event
             return b"data: " + await self._with_routing(data)
         except R3Error as e:
-            text = b"data: " + _error(str(e), 500)
+            self._failed = True
+            text = b"data: " + _error(str(e))
             return text + b"\n\n" + event if data == b"[DONE]" else text
 
     async def _with_routing(self, body: bytes) -> bytes:
@@ -239,9 +220,12 @@ class _Sender:
             document = json.loads(body)
         except ValueError:
             return body
-        choices = document.get("choices") if isinstance(document, dict) else None
+        assert self._reply is not None
+        if not isinstance(document, dict):
+            return body
+        self._failed |= bool(document.get("error"))
         found = False
-        for choice in choices or ():
+        for choice in document.get("choices") or ():
             value = await self._reply.value(choice["index"])
             if value is not None:
                 choice["routed_experts"], found = value, True
@@ -250,32 +234,6 @@ class _Sender:
         return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-async def _whole_body(receive: _Receive) -> tuple[bytes, _Receive]:
-    """The body of a request, and a `receive` that gives it once more."""
-    parts = []
-    while (message := await receive())["type"] == "http.request":
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            break
-    body = b"".join(parts)
-    if message["type"] == "http.request":
-        message = {"type": "http.request", "body": body, "more_body": False}
-    messages = [message]  # or the word that the client is gone
-
-    async def again() -> _Message:
-        return messages.pop() if messages else await receive()
-
-    return body, again
-
-
-def _error(text: str, code: int) -> bytes:
-    kind = "BadRequestError" if code == 400 else "InternalServerError"
-    error = {"message": text, "type": kind, "param": "routed_experts", "code": code}
+def _error(text: str) -> bytes:
+    error = {"message": text, "type": "InternalServerError", "param": None, "code": 500}
     return json.dumps({"error": error}).encode()
-
-
-async def _refuse(send: _Send, text: str) -> None:
-    body = _error(text, 400)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 400, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -57,7 +57,7 @@ class RolloutId:
         numbers = parts[2:]
         if len(parts) != 5 or not all(p.isascii() and p.isdigit() and len(p) < 17 for p in numbers):
             raise TraceError(
-                f"rollout id {text!r} is not of the form run/group/sample/turn/attempt"
+                f"rollout id {text!r:.600} is not of the form run/group/sample/turn/attempt"
             )
         return cls(parts[0], parts[1], *map(int, numbers))
 

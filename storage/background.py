@@ -8,6 +8,7 @@ still for that.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import socket
@@ -102,6 +103,7 @@ class BackgroundWriter:
         self._writer = RotatingWriter(self.folder / name, spec, max_bytes=_FILE_BYTES)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="r3-store")
         self._freed = asyncio.Event()
+        self._files: dict[Path, int] = {}  # inodes
 
     async def room(self) -> None:
         """Wait until less than `max_pending` bytes of work wait: call it before more is begun."""
@@ -112,7 +114,8 @@ class BackgroundWriter:
     async def append(self, make: Callable[[], RoutingTrace], size: int) -> RecordHandle:
         """Store the trace that `make` returns, which is called in the thread; size: bytes it holds.
 
-        Returns when the record is in the file. Raises what `make` and RotatingWriter.append do.
+        Returns when the record is in the file. Raises what `make` and RotatingWriter.append do, and
+        OSError if the file is no longer where it was.
         """
         loop = asyncio.get_running_loop()
 
@@ -133,6 +136,10 @@ class BackgroundWriter:
     def _append(self, make: Callable[[], RoutingTrace]) -> RecordHandle:
         trace = make()
         path, _ = self._writer.append(trace)
+        # a file that was removed or replaced takes records as before, and nobody finds them
+        found = os.stat(path)
+        if self._files.setdefault(path, found.st_ino) != found.st_ino:
+            raise FileNotFoundError(errno.ENOENT, "replaced while it was written", str(path))
         return RecordHandle(str(trace.rollout_id), trace.digest, path.name)
 
     def _free(self, size: int) -> None:

@@ -135,7 +135,7 @@ class BatchHandle:
 
         try:
             yield
-        except RayError as e:
+        except (RayError, ValueError) as e:  # the latter where the owner is of an earlier Ray
             lost = (names or {}).get(getattr(e, "object_ref_hex", ""), what)
             why = f"{type(e).__name__}"
             if isinstance(e, OwnerDiedError):

@@ -183,6 +183,27 @@ def test_one_id_with_the_same_content_is_one_record_and_with_other_content_an_er
     with_writer(tmp_path, body)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_nothing_is_acknowledged_once_the_folder_is_gone(again, tmp_path):
+    folder = tmp_path / "store"
+
+    async def body(writer: BackgroundWriter) -> RecordHandle:
+        first = await writer.append(lambda: make_trace(SPEC, seed=0), 1)
+        assert first.read(folder).digest == first.digest
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+        if again:
+            folder.mkdir()
+            (folder / first.file).touch()
+        for seed in (1, 2):
+            with pytest.raises(FileNotFoundError, match=first.file):
+                await writer.append(lambda seed=seed: make_trace(SPEC, seed=seed), 1)
+        return first
+
+    with_writer(folder, body)
+
+
 def test_what_is_cancelled_before_its_turn_is_not_written(tmp_path):
     gate = Gate(make_trace(SPEC, seed=1))
     made = []

@@ -19,6 +19,7 @@ from r3.engine_hooks.rows import pack
 from r3.engine_hooks.vllm_response import join_stream, trace_from_response
 from r3.engine_hooks.vllm_server import INFO_PATH, RoutedExperts
 from r3.storage.background import BackgroundWriter
+from r3.storage.wire.compact import decode_rows
 from r3.storage.wire.npy import encode_npy
 from storage_tools import random_ids
 
@@ -32,6 +33,7 @@ MODEL = {
 }
 SPEC = RouterSpec.from_hf_config(MODEL)
 PROMPT = [11, 12, 13, 14]
+IDS_OF_NONE = np.zeros((0, 2, 2), np.uint8)
 STEPS = [[21], [22, 23], [24]]  # tokens of each output
 TOKENS = PROMPT + [t for step in STEPS for t in step]
 PATH, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -72,6 +74,8 @@ class Engine:
         self.vllm_config = config
         self.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
         self.rows: Callable[[int], np.ndarray] = rows_of  # of each choice
+        self.ahead = 0  # rows that are there before their tokens
+        self.reason = "length"
         self.prompts = 0
 
     async def generate(
@@ -101,7 +105,7 @@ class Engine:
         whole = [self.rows(first + i)[start:] for i in range(params.n)]
         if not delta:
             sampled = [t for step in STEPS for t in step]
-            yield output([result(i, sampled, whole[i], "length") for i in range(params.n)])
+            yield output([result(i, sampled, whole[i], self.reason) for i in range(params.n)])
             return
         sent = [0] * params.n
         tokens = len(prompt)
@@ -109,12 +113,12 @@ class Engine:
             tokens += len(step)
             for i, name in enumerate(names):
                 state = processor.request_states[name]
-                end = max(0, tokens - 1 - start)
+                end = max(0, tokens - 1 - start + self.ahead)
                 state.routed_experts_chunks.append(whole[i][sent[i] : end])
                 sent[i] = end
                 rows = reason = None
                 if number == len(STEPS) - 1:
-                    rows, reason = np.concatenate(state.routed_experts_chunks), "length"
+                    rows, reason = np.concatenate(state.routed_experts_chunks), self.reason
                     del processor.request_states[name]
                 yield output([result(i, list(step), rows, reason)])
 
@@ -197,18 +201,25 @@ class Server:
             assert (await receive())["type"] == "lifespan.shutdown"
             await send({"type": "lifespan.shutdown.complete"})
             return
-        message = await receive()
-        if message["type"] == "http.disconnect":
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        else:
             return
-        self.bodies.append(message["body"])
-        assert not message["more_body"]
-        fields = json.loads(message["body"])
+        self.bodies.append(body)
+        fields = json.loads(body)
         params = params_of(fields)
         prompts = fields.get("prompts", [PROMPT])
-        streams = [
-            self.state.engine_client.generate(prompt, params, f"cmpl-{i}")
-            for i, prompt in enumerate(prompts)
-        ]
+        try:
+            streams = [
+                self.state.engine_client.generate(prompt, params, f"cmpl-{i}")
+                for i, prompt in enumerate(prompts)
+            ]
+        except ValueError as e:  # as vLLM does
+            await self.reply(json.dumps({"error": {"message": str(e)}}).encode(), send, 400)
+            return
         if fields.get("stream"):
             await self._stream(streams, prompts, params.n, send)
         else:
@@ -456,7 +467,7 @@ REFUSED_WITH_STORE = [
     ("fields", "said", "store"),
     [(*r, False) for r in REFUSED] + [(*r, True) for r in REFUSED_WITH_STORE],
 )
-def test_what_cannot_be_served_is_refused_and_vllm_not_asked(fields, said, store, tmp_path):
+def test_what_cannot_be_served_is_refused_and_the_engine_not_asked(fields, said, store, tmp_path):
     server = plain()
     if store:
         server.additional_config["r3"]["store"] = str(tmp_path)
@@ -464,8 +475,7 @@ def test_what_cannot_be_served_is_refused_and_vllm_not_asked(fields, said, store
     error = document(messages, 400)["error"]
     assert said in error["message"]
     assert len(error["message"]) < 300
-    assert error["code"] == 400
-    assert server.bodies == []
+    assert server.state.engine_client.prompts == 0
 
 
 def test_other_paths_and_kinds_go_through_untouched():
@@ -696,3 +706,84 @@ def test_the_server_says_what_a_client_has_to_know(tmp_path, vllm_version):
         assert RouterSpec.from_dict(info["spec"]) == SPEC
         assert info["provenance"]["engine"] == "vllm"
         assert (info["forms"], info["default"]) == (forms, default)
+
+
+@pytest.mark.parametrize("form", ["npy", "compact"])
+def test_rows_that_are_there_before_their_tokens_wait_for_them(form):
+    """As with vLLM's stream_interval, which a request can set."""
+    server = plain()
+    server.state.engine_client.ahead = 2
+    (messages,) = serve(server, (PATH, {"stream": True, "routed_experts": form}))
+    pieces = events(messages)
+    assert_rows_of(0, trace_from_response(join_stream(pieces), SPEC), version=None)
+    tokens = len(PROMPT)
+    for piece, step in zip(pieces[:-1], STEPS, strict=True):  # the last has the usage
+        tokens += len(step)
+        if form == "compact":
+            rows = decode_rows(piece["choices"][0]["routed_experts"], SPEC, TOKENS)
+            assert rows.start + len(rows.ids) == tokens - 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"routed\\u005fexperts": "compact"}',
+        json.dumps({"routed_experts": "compact"}).encode("utf-16"),
+    ],
+)
+def test_a_field_is_seen_however_it_is_written(body):
+    (messages,) = serve(plain(), (PATH, [body]))
+    assert_rows_of(0, trace_from_response(document(messages), SPEC))
+
+
+def test_beam_search_is_seen_however_it_is_written(tmp_path):
+    server = plain()
+    server.additional_config["r3"]["store"] = str(tmp_path)
+    (messages,) = serve(server, (PATH, [b'{"use\\u005fbeam_search": true}']))
+    assert "beam search has none" in document(messages, 400)["error"]["message"]
+
+
+def test_a_sample_that_cannot_be_counted_up_is_refused_before_anything_is_generated(tmp_path):
+    server = plain()
+    server.additional_config["r3"]["store"] = str(tmp_path)
+    fields = {"n": 2, "rollout_id": f"r/g/{2**53 - 1}/0/0"}
+    (messages,) = serve(server, (PATH, fields))
+    assert "RolloutId.sample is 9007199254740992" in document(messages, 400)["error"]["message"]
+    assert server.state.engine_client.prompts == 0
+
+
+def test_what_was_aborted_before_it_ran_has_no_routing_and_is_no_error(monkeypatch):
+    server = plain()
+    server.state.engine_client.reason = "abort"
+    server.state.engine_client.rows = lambda _: pack(IDS_OF_NONE, 0, SPEC)
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", [[]])
+    (messages,) = serve(server, (PATH, {"routed_experts": "compact"}))
+    reply = document(messages)
+    assert reply["choices"][0]["finish_reason"] == "abort"
+    with pytest.raises(CaptureError, match=r"no routed_experts .finish reason 'abort'"):
+        trace_from_response(reply, SPEC)
+
+
+def test_a_client_without_the_key_costs_nothing():
+    """What the app answers without reading the body is sent on; the body is not read here."""
+    reads = []
+
+    async def main() -> list[Any]:
+        async def refuses(scope: Any, receive: Any, send: Any) -> None:
+            await send(start(401, JSON, 2))
+            await send({"type": "http.response.body", "body": b"{}"})
+
+        async def receive() -> Any:
+            reads.append(1)
+            return {"type": "http.request", "body": b"x" * 1000, "more_body": True}
+
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await RoutedExperts(refuses)({"type": "http", "path": PATH}, receive, send)
+        return sent
+
+    assert [m["type"] for m in asyncio.run(main())] == ["http.response.start", "http.response.body"]
+    assert not reads

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from routing_check import check_routing
+from serve_tools import APIS, Server, traces_of
 from tiny_models import hf_routing
 from update_runs import _llm, _tokens, _traces
 
@@ -56,3 +58,21 @@ def test_vllm_0_31(compiled, model_dir, run_engine):
         assert not (wrong & (gap[:-1] >= 1e-4)).any()
         cells += wrong.size
     assert cells > 10_000
+
+
+def test_server_of_vllm_0_31(model_dir, tmp_path, monkeypatch):
+    """n is 1: its own streams of /inference/v1/generate fail with more."""
+    monkeypatch.setenv("PYTHONPATH", str(OLD))
+    model, prompt = model_dir("qwen3_moe"), list(range(400, 475))
+    traces = []
+    with Server(model, tmp_path, store=tmp_path / "store") as server:
+        server.ready()
+        assert server.info()["provenance"]["engine_version"].startswith("0.31.")
+        for api in APIS:
+            for stream in (False, True):
+                for form in ("npy", "compact", "reference"):
+                    reply = server.ask(api, prompt, form=form, stream=stream)
+                    traces += traces_of(reply, server.spec(), store=server.store)
+    assert len(traces) == 18
+    counts = check_routing(traces, model)
+    assert counts.shifted > 0.2 * counts.cells

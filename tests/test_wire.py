@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import r3
-from r3 import RouterSpec, RoutingBatch
+from r3 import FormatError, R3Error, RouterSpec, RoutingBatch
 from r3.storage.wire import FORMATS, JSON_FORMATS, from_wire, to_wire
+from r3.storage.wire.payload import numbers
 from wire_tools import (
     BY_HAND,
     FULL,
@@ -355,3 +357,23 @@ def test_whatever_is_wrong_is_an_error_of_this_package(name, data):
             return
     assert message.startswith(f"{name}: ")
     assert len(message) < 600
+
+
+def test_text_among_numbers_takes_no_memory():
+    """numpy would make every item as long as the longest text: 80 GB here."""
+    long = ["x" * 10**6, *range(20_000)]
+    for name, item in (
+        ("prime-rl", {"completion_logprobs": long}),
+        ("vllm-0.21", {"prompt_routed_experts": [[long]]}),
+        ("nemo-rl", {"prompt_token_ids": long}),
+    ):
+        tracemalloc.start()
+        try:
+            with pytest.raises(R3Error):
+                from_wire(item | {"choices": []}, name, spec=RouterSpec(8, 2, (0,), 1))
+            assert tracemalloc.get_traced_memory()[1] < 16 << 20
+        finally:
+            tracemalloc.stop()
+    for odd in (long, [1, None], [[1], 2], ["5"], [[[[[[[1]]]]]]], [b"5"], [{}]):
+        with pytest.raises(FormatError, match="expected numbers"):
+            numbers(odd, "it")

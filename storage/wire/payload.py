@@ -19,6 +19,8 @@ import numpy as np
 from r3.columns import on_host
 from r3.errors import CaptureError, FormatError, TraceError
 
+_MAX_DEPTH = 4  # of lists in lists
+
 
 def decode_base64(text: object, what: str) -> bytes:
     """The bytes of standard base64 with padding. Raises FormatError for anything else."""
@@ -177,11 +179,26 @@ def nested_array(value: object, layers: int, top_k: int, what: str) -> np.ndarra
 
 
 def numbers(values: object, what: str) -> np.ndarray:
-    """An array from a list, numpy or torch. Raises FormatError for what is none."""
+    """An array of numbers from a list, numpy or torch. Raises FormatError for what is none."""
+    if isinstance(values, list | tuple):
+        # numpy would make a text as long as the longest of every item
+        _check_items(values, what, 0)
     try:
-        return on_host(values, what)
+        array = on_host(values, what)
+        if array.dtype.kind not in "biuf":
+            raise FormatError(f"{what} is {array.dtype}, expected numbers")
+        return array
     except (TraceError, OverflowError, RecursionError) as e:
         raise FormatError(f"{what} is not an array: {e}") from None
+
+
+def _check_items(values: Sequence[Any], what: str, depth: int) -> None:
+    kinds = set(map(type, values))
+    if kinds & {list, tuple} and kinds <= {list, tuple} and depth < _MAX_DEPTH:
+        for inner in values:
+            _check_items(inner, what, depth + 1)
+    elif not all(issubclass(kind, int | float | np.number | np.bool_) for kind in kinds):
+        raise FormatError(f"{what} is {_brief(values)}, expected numbers")
 
 
 def _brief(value: object) -> str:

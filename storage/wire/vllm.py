@@ -119,7 +119,7 @@ def logprobs_of(choice: Mapping[str, Any], prompt: int, sampled: int) -> np.ndar
     if len(values) != sampled:
         raise CaptureError(f"{len(values)} log-probabilities for {sampled} tokens")
     for i, value in enumerate(values):
-        if type(value) not in (int, float) or not value > _NO_LOGPROB:  # nor NaN
+        if type(value) not in (int, float) or not _NO_LOGPROB < value < 1:  # nor NaN
             raise CaptureError(
                 f"sampled token {i} has log-probability {value!r}, expected a finite one"
             )
