@@ -154,9 +154,10 @@ def test_sampled_choices_have_rows_of_their_own(api, server, spec, model, rng):
     print(api, check_routing(traces, model))
 
 
+@pytest.mark.parametrize("interval", [1, 3])  # tokens
 @pytest.mark.parametrize("form", ["npy", "compact"])
 @pytest.mark.parametrize("api", APIS)
-def test_each_piece_brings_the_rows_of_its_tokens(api, form, server, spec, rng):
+def test_each_piece_brings_the_rows_of_its_tokens(api, form, interval, server, spec, rng):
     """They come with the tokens, are nowhere twice, and add up to what is not streamed."""
     prompt = plain_tokens(rng, 40)
     asked = {"form": form, "greedy": True, "max_tokens": 30}
@@ -165,7 +166,8 @@ def test_each_piece_brings_the_rows_of_its_tokens(api, form, server, spec, rng):
     tokens = whole.token_ids.tolist()
     rows: list[np.ndarray] = []
     known, pieces = 0, 0
-    for piece in server.pieces(api, prompt, stream=True, **asked):
+    each = {"stream_interval": interval} if interval > 1 else {}
+    for piece in server.pieces(api, prompt, stream=True, sampling=each, **asked):
         for choice in piece["choices"]:
             sampled, text = choice.get("token_ids") or [], choice.get("routed_experts")
             if text is not None:
@@ -175,7 +177,7 @@ def test_each_piece_brings_the_rows_of_its_tokens(api, form, server, spec, rng):
             if sampled:
                 assert sum(map(len, rows)) == whole.prompt_len + known - 1
                 pieces += 1
-    assert pieces > 10, f"{known} tokens in {pieces} pieces"
+    assert 10 < pieces * interval < 40, f"{known} tokens in {pieces} pieces"
     assert known == len(tokens) - whole.prompt_len
     assert np.array_equal(np.sort(np.concatenate(rows)), np.sort(whole.routed_experts))
 
