@@ -1,14 +1,16 @@
 """Everything of vLLM that is replaced at run time, and what must still be true of it.
 
-Three functions are wrapped, each where vLLM offers no object or class to put in its place:
+Four functions are wrapped, each where vLLM offers no object or class to put in its place:
 
     EngineArgs.create_engine_config  once per process, to read the configuration key
     block_pool.get_new_blocks        of our own scheduler's pool, to see blocks change hands
     model.load_weights               of the worker's own model, to see new weights arrive
+    engine.generate                  of a server's own AsyncLLM, to see what its requests return
 
 The rest of the hook are subclasses and one object that vLLM asks for by itself
-(`scheduler.aux_output_connector`). They lean on private behaviour too; `check_vllm` compares what
-they lean on with the installed source and refuses by name when it moved.
+(`scheduler.aux_output_connector`). They lean on private behaviour too; `check_vllm`, and for a
+server `check_front_end`, compare what they lean on with the installed source and refuse by name
+when it moved.
 """
 
 from __future__ import annotations
@@ -72,6 +74,33 @@ def check_vllm() -> None:
     _expect(Worker.sample_tokens, "self grammar_output", "self.model_runner.sample_tokens(")
 
 
+def check_front_end() -> None:
+    """Raise UnsupportedError unless rows of running requests are where a server looks for them."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+    _expect(AsyncLLM.generate, "self prompt sampling_params request_id", "self.add_request(")
+    _expect(
+        OutputProcessor.process_outputs,
+        "self engine_core_outputs",
+        "self.request_states.get(req_id)",
+        "req_state.routed_experts_chunks.append(",
+        "req_state.make_request_output(",
+        "req_state.queue.put(request_output)",
+    )
+    _expect(
+        OutputProcessor.add_request,
+        "self request",
+        "self.external_req_ids[req_state.external_req_id].append(request_id)",
+    )
+    _expect(
+        RequestState._new_completion_output,
+        "self token_ids finish_reason",
+        "np.concatenate(self.routed_experts_chunks",
+        "index=self.request_index",
+    )
+
+
 def _expect(function: Any, parameters: str, *texts: str) -> None:
     """The function's first parameters and, in this order, pieces of its source."""
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
@@ -108,6 +137,23 @@ def wrap_create_engine_config(finish: Callable[[Any], None]) -> None:
 
     create_engine_config.__r3__ = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+
+
+def wrap_generate(engine: Any, follow: Callable[[Any, str], Callable[[Any], Any] | None]) -> None:
+    """Let `follow` have the outputs of every request to an AsyncLLM.
+
+    follow: called with sampling parameters and request id before the request begins; returns a
+    function from its outputs to those that the caller gets, or None to leave them.
+    """
+    generate = engine.generate
+
+    @functools.wraps(generate)
+    def followed(prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
+        change = follow(sampling_params, request_id)
+        outputs = generate(prompt, sampling_params, request_id, **kwargs)
+        return outputs if change is None else change(outputs)
+
+    engine.generate = followed
 
 
 def watch_new_blocks(block_pool: Any, seen: Callable[[list[Any]], None]) -> None:

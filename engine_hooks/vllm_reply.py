@@ -63,13 +63,13 @@ class Reply:
         self._calls = 0  # choices of the prompts so far
 
     def follow(
-        self, outputs: AsyncGenerator[Any, None], params: Any, request_id: str
-    ) -> AsyncGenerator[Any, None]:
-        """The same outputs of the engine for the next prompt of the request, without their rows
-        where they are sent otherwise."""
+        self, params: Any, request_id: str
+    ) -> Callable[[AsyncGenerator[Any, None]], AsyncGenerator[Any, None]]:
+        """A function from the engine's outputs for the next prompt of the request to the same
+        without their rows, where these are sent otherwise."""
         first, self._calls = self._calls, self._calls + params.n
         self._name(self._calls - 1)  # before anything is generated
-        return self._follow(outputs, params, request_id, first)
+        return lambda outputs: self._follow(outputs, params, request_id, first)
 
     async def _follow(
         self, outputs: AsyncGenerator[Any, None], params: Any, request_id: str, first: int

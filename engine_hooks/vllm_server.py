@@ -17,8 +17,8 @@
 
 GET /v1/routed_experts says what a client has to know: routers, provenance, forms.
 
-One thing of vLLM is wrapped: `generate` of the server's own engine client. What it returns is
-passed on to the object that the middleware has put into the context of the request.
+vLLM's engine client is asked for outputs in the context of the request, in which the middleware has
+put an object that follows them (`wrap_generate`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
+from r3.engine_hooks.vllm_patches import check_front_end, wrap_generate
 from r3.engine_hooks.vllm_plugin import capture_settings
 from r3.engine_hooks.vllm_reply import Reply
 from r3.engine_hooks.vllm_request import FORMS, NONE, REFERENCE, read_request
@@ -88,6 +89,7 @@ class RoutedExperts:
             raise UnsupportedError(
                 'capture is off; expected --additional-config \'{"r3": {"capture": true}}\''
             )
+        check_front_end()
         if not hasattr(engine, "output_processor"):
             raise UnsupportedError(f"{type(engine).__name__} has no output_processor")
         self._engine = engine
@@ -96,21 +98,18 @@ class RoutedExperts:
         if folder is not None:
             self._store = BackgroundWriter(folder, self._spec)
         await fetch_facts(engine)
-        generate = engine.generate
-
-        def followed(prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
-            request = _REQUEST.get()
-            if request is not None and request.reply is None:  # raises what vLLM makes a 400 of
-                asked = read_request(request.take_body(), self._store is not None)
-                request.reply = Reply(asked, self._spec, engine, self._store)
-            outputs = generate(prompt, sampling_params, request_id, **kwargs)
-            if request is None or request.reply is None:
-                return outputs
-            return request.reply.follow(outputs, sampling_params, request_id)
-
-        engine.generate = followed
+        wrap_generate(engine, self._follow)
         # behind the server's own authentication, which is for all of /v1
         app.add_api_route(INFO_PATH, self._info, methods=["GET"])
+
+    def _follow(self, params: Any, request_id: str) -> Callable[[Any], Any] | None:
+        request = _REQUEST.get()
+        if request is None:
+            return None
+        if request.reply is None:  # raises what vLLM makes a 400 of
+            asked = read_request(request.take_body(), self._store is not None)
+            request.reply = Reply(asked, self._spec, self._engine, self._store)
+        return request.reply.follow(params, request_id)
 
     async def _info(self) -> dict[str, Any]:
         return {

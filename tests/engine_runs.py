@@ -187,9 +187,10 @@ def _strange_vllm() -> dict[str, str]:
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.worker.gpu_worker import Worker
 
-    from r3.engine_hooks.vllm_patches import check_vllm
+    from r3.engine_hooks.vllm_patches import check_front_end, check_vllm
     from r3.errors import UnsupportedError
 
     def get_new_blocks(self: Any, num_blocks: int) -> list[Any]:
@@ -203,6 +204,9 @@ def _strange_vllm() -> dict[str, str]:
         self.capture_fn(topk_ids)
         return topk_ids
 
+    def make_request_output(self: Any, token_ids: Any, finish_reason: Any) -> Any:
+        return self.rows.pop()
+
     found = {}
     for name, owner, attribute, value in (
         ("as installed", vllm, "__version__", vllm.__version__),
@@ -212,11 +216,13 @@ def _strange_vllm() -> dict[str, str]:
         ("other parameters", Scheduler, "update_from_output", update_from_output),
         ("other order", BaseRouter, "_select_experts", select_experts),
         ("other worker", Worker, "sample_tokens", lambda self: None),
+        ("other front end", RequestState, "_new_completion_output", make_request_output),
     ):
         before = getattr(owner, attribute)
         setattr(owner, attribute, value)
         try:
             check_vllm()
+            check_front_end()
             found[name] = "accepted"
         except UnsupportedError as e:
             found[name] = str(e)

@@ -32,6 +32,14 @@ MODEL = {
     "decoder_sparse_step": 1,
 }
 SPEC = RouterSpec.from_hf_config(MODEL)
+
+
+@pytest.fixture(autouse=True)
+def without_vllm(monkeypatch):
+    """What is compared with vLLM's source when the server starts is tested with the real one."""
+    monkeypatch.setattr("r3.engine_hooks.vllm_server.check_front_end", lambda: None)
+
+
 PROMPT = [11, 12, 13, 14]
 IDS_OF_NONE = np.zeros((0, 2, 2), np.uint8)
 STEPS = [[21], [22, 23], [24]]  # tokens of each output

@@ -110,6 +110,7 @@ def test_unsupported_settings_are_refused_by_name(model_dir, run_engine):
         "other source": r".*get_new_blocks does not contain 'free_block_queue\.popleft_n\('",
         "other parameters": r".*update_from_output takes \(self, outputs\), expected \(self, sched",
         "other order": r".*select_experts does not contain '_apply_eplb_mapping'",
+        "other front end": r".*_output does not contain 'np\.concatenate\(self\.routed_exp",
         "other worker": r".*takes \(self\), expected \(self, grammar_output",
     }
     for name, pattern in expected.items():

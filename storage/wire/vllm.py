@@ -31,7 +31,7 @@ from r3.storage.wire.payload import (
 from r3.storage.wire.reading import Found, Given, naming, to_batch
 from r3.storage.wire.writing import parts_of
 
-ASK = "vLLM's --enable-return-routed-experts"
+ASK = "vLLM's --enable-return-routed-experts, or r3 serve,"
 ASK_TOKENS = "return_token_ids in the request"
 START = "routed_experts_prompt_start"
 _DTYPES = ("uint8", "uint16", "int32")  # by the field's description in vLLM's protocol
