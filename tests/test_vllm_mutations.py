@@ -156,9 +156,11 @@ def load(
 @pytest.mark.parametrize(
     ("mutate", "kinds"),
     [
-        (split_by_the_schedulers_order, {"chunked", "preemption"}),
         (shift_rows, {"chunked"}),
-        (emit_from_the_end, {"ngram"}),
+        pytest.param(
+            split_by_the_schedulers_order, {"chunked", "preemption"}, marks=pytest.mark.full
+        ),
+        pytest.param(emit_from_the_end, {"ngram"}, marks=pytest.mark.full),
         # compiles two models
         pytest.param(bind_the_draft_and_read_late, {"draft", "compiled"}, marks=pytest.mark.full),
     ],

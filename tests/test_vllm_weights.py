@@ -136,6 +136,7 @@ def test_41_rows_of_transferred_kv_are_missing(prefilled, model_dir, run_engine)
     check_transfer(*decode(prefilled, model_dir, run_engine))
 
 
+@pytest.mark.full
 def test_mutation_slots_not_invalidated(prefilled, model_dir, run_engine):
     """A slot store that keeps the rows of a block's former owner does not pass."""
     parts = decode(prefilled, model_dir, run_engine, mutate="slots not invalidated")
