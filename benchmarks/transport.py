@@ -4,9 +4,10 @@
   `compact_ratio` is compact over native.
 - wire: bytes, and microseconds per token to encode and decode, of each framework's format, for
   the same rows (one core). Objects that are text are taken as JSON, with their token ids.
-- server: CPU milliseconds per request (1,000 prompt tokens, 64 sampled, 48 layers x 4 of 16, a
-  tiny model on the CPU) of the API server's process and of the engine's, with capture off and on,
-  by form. The requests of all forms alternate; "off" is a server without capture.
+- server: CPU milliseconds per request (1,000 prompt tokens, 16 sampled, 48 layers x 4 of 16, a
+  tiny model on the CPU) of the API server's process, with capture off and on, by form. The requests
+  of all forms alternate; "off" is a server without capture. What capture costs the engine's process
+  says benchmarks/capture.py.
 - ray: bytes that 1 of 8 ranks fetches of a batch of 48 layers (`ray_slice_fraction`), and the
   driver's memory at two lengths of rollouts.
 
@@ -36,7 +37,8 @@ import numpy as np
 
 SPEC = {"num_experts": 128, "top_k": 8, "moe_layers": tuple(range(48)), "num_layers": 48}
 TOKENS = 8192
-PROMPT, SAMPLED = 1000, 64
+PROMPT, SAMPLED = 1000, 16
+_WARM = 25  # requests of each form; then the compiled codec has been loaded
 _HZ = os.sysconf("SC_CLK_TCK")
 
 
@@ -124,29 +126,29 @@ def _nbytes(obj: Any) -> int:
 
 
 def server(rounds: int) -> dict[str, Any]:
-    """CPU time per request of the server's processes, by what the request asks for."""
+    """CPU time per request of the API server's process, by what the request asks for."""
     from r3.cli.tiny_model import make_tiny_qwen3_moe
 
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         make_tiny_qwen3_moe(model, seed=0, num_layers=48)
         for name, forms in (("off", {"off": None}), ("on", _FORMS)):
             with _serving(model, Path(folder), capture=name == "on") as (url, pid):
                 rng = random.Random(0)
-                spent: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
-                for i in range(-1, rounds):
+                for _ in range(_WARM):  # of one prompt, which is in the prefix cache then
+                    for field in forms.values():
+                        _request(url, random.Random(1), field)
+                spent: dict[str, list[float]] = {form: [] for form in forms}
+                for _ in range(rounds):
                     for form, field in forms.items():
-                        before = _cpu(pid)
+                        before = _seconds(pid)
                         _request(url, rng, field)
                         time.sleep(0.02)
-                        if i >= 0:  # the first round warms up
-                            after = _cpu(pid)
-                            spent[form].append((after[0] - before[0], after[1] - before[1]))
+                        spent[form].append(_seconds(pid) - before)
                 for form, times in spent.items():
-                    api, engine = (1e3 * statistics.mean(t) for t in zip(*times, strict=True))
-                    found[form] = {"api_ms": round(api, 1), "engine_ms": round(engine, 1)}
-    return {"server_cpu_per_request": found}
+                    found[form] = round(1e3 * statistics.mean(times), 1)
+    return {"server_cpu_ms_per_request": found}
 
 
 _FORMS = {"npy (native)": "npy", "compact": "compact", "reference": "reference", "none": "none"}
@@ -214,22 +216,8 @@ def _request(url: str, rng: random.Random, form: str | None) -> None:
     assert (choice["routed_experts"] is None) == (form in (None, "none"))
 
 
-def _cpu(pid: int) -> tuple[float, float]:
-    """CPU seconds of the API server's process and of its children's."""
-    children = {int(p) for p in _children(pid)}
-    return _seconds(pid), sum(_seconds(child) for child in children)
-
-
-def _children(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            for child in (task / "children").read_text().split():
-                found += [int(child), *_children(int(child))]
-    return found
-
-
 def _seconds(pid: int) -> float:
+    """CPU seconds of a process, all threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _HZ
 
