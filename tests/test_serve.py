@@ -177,7 +177,8 @@ def test_each_piece_brings_the_rows_of_its_tokens(api, form, interval, server, s
             if sampled:
                 assert sum(map(len, rows)) == whole.prompt_len + known - 1
                 pieces += 1
-    assert 10 < pieces * interval < 40, f"{known} tokens in {pieces} pieces"
+    # vLLM puts outputs together that the client's task has not taken yet
+    assert 2 <= pieces <= 1 + 30 // interval, f"{known} tokens in {pieces} pieces"
     assert known == len(tokens) - whole.prompt_len
     assert np.array_equal(np.sort(np.concatenate(rows)), np.sort(whole.routed_experts))
 
