@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -55,7 +56,7 @@ def _batch(tokens: int) -> Any:
         prompt_len=tokens // 4,
         logprobs=-rng.random(tokens - tokens // 4).astype(np.float32),
         weight_versions=0,
-        rollout_id=RolloutId("bench"),
+        rollout_id=RolloutId.unique(),
     )
     return RoutingBatch.from_traces([trace])
 
@@ -72,15 +73,30 @@ def reply() -> dict[str, Any]:
         "nested lists (vLLM 0.21)": rows.tolist(),
         "npy (native)": encode_npy(rows),
         "compact": encode_rows(rows, batch.spec, tokens=batch.token_ids, versions=versions),
-        "reference": {"rollout_id": "x" * 32 + "/0/0/0/0", "digest": "0" * 32, "file": "f" * 60},
+        "reference": _handle(batch),
     }
     found = {
         name: len(json.dumps(form, separators=(",", ":"))) / TOKENS for name, form in forms.items()
     }
     return {
         "reply_bytes_per_token": {name: round(value, 2) for name, value in found.items()},
+        "handle_bytes": round(found["reference"] * TOKENS),
         "compact_ratio": round(found["compact"] / found["npy (native)"], 4),
     }
+
+
+def _handle(batch: Any) -> dict[str, str]:
+    """What a server replies that has stored the batch's first sequence."""
+    from r3.storage.background import BackgroundWriter
+
+    async def stored() -> dict[str, str]:
+        with tempfile.TemporaryDirectory() as folder:
+            writer = BackgroundWriter(folder, batch.spec)
+            handle = await writer.append(lambda: batch.to_traces()[0], 0)
+            writer.close()
+            return handle.to_dict()
+
+    return asyncio.run(stored())
 
 
 def wire() -> dict[str, Any]:

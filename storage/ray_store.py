@@ -15,18 +15,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from r3.batch import RoutingBatch
 from r3.errors import FormatError, MissingDependencyError, TransportError
+from r3.files import Closing
 from r3.storage.batch_objects import assemble, index_crc, make_index, make_objects, plan_of
 from r3.storage.batch_plan import Plan, make_plan
 from r3.storage.batch_shard import BatchRecords
 
 
 @dataclass(eq=False)
-class BatchHandle:
+class BatchHandle(Closing):
     """A batch that is in the object store; sent to other processes as an argument or result.
 
     label: first rollout and sizes, for messages. sequences, tokens: of the batch. crc32: of its
@@ -103,15 +103,8 @@ class BatchHandle:
         """
         self._ref = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """As `free`, at the end of a `with` block."""
         self.free()
 
     def _get(self, index: Mapping[str, Any], numbers: list[int]) -> Sequence[Any]:
