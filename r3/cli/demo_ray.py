@@ -141,16 +141,20 @@ class Worker:
 
     def run(self, stage: Any, kwargs: dict[str, Any], log: str) -> tuple[str, Any]:
         """("result", what it returned) or ("error", (class, text))"""
+        import ray
+
         messages: list[tuple[str, Any]] = []
+        reports: list[Any] = []
 
         def send(message: tuple[str, Any]) -> None:
             kind, value = message
             if kind == "progress":
-                self._progress.add.remote(value)
+                reports[:] = [self._progress.add.remote(value)]
             else:
                 messages.append(message)
 
         run_stage(stage, kwargs, log, send)
+        ray.get(reports)  # the last one is there, so all are: the driver looks once more
         return messages[-1]
 
 
